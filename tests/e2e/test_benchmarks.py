@@ -23,10 +23,10 @@ NODE_THAT_READS = row_names("hydrates")[1][0]
 _ROOT = Path(__file__).parents[2]
 _COMPARED = {"P1": 3, "P2": 5, "P3": 7, "P4": 5, "P5": 6, "P6": 2, "P8": 1, "P11": 8}
 _ON_OTHER_NODES = 4
-"""Rows of P11 where it is about several nodes."""
+"""Number of P11's rows that concern several nodes."""
 _ON_NODES = {"P4": replicate.OURS, "P5": hydrate.OURS, "P6": reshard.OURS, "P11": NODE_THAT_READS}
 _OPPONENTS = {"torchft": 3, "nixl_cu12": 2}
-"""Of P5, where they are installed."""
+"""Optional packages that P5 compares with, and their numbers of rows."""
 
 
 def bench(*arguments: object) -> subprocess.CompletedProcess[str]:
@@ -41,7 +41,7 @@ def left_behind() -> set[str]:
 
 
 _PARTS = {"one node": ("P1,P2,P3,P7,P8,P10,P11", "A,B,C"), "several nodes": ("P4,P5,P6", "B,C,U")}
-"""Nightly; every run has a small part of each in the tests that spoil a byte."""
+"""Nightly parts; the tests that spoil a byte cover a small part of each in every run."""
 
 
 @pytest.fixture(scope="module", params=[pytest.param(name, marks=pytest.mark.nightly) for name in _PARTS])

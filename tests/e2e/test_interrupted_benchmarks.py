@@ -48,7 +48,7 @@ def processes_about(folder):
 
 
 def guarded(tmp_path, end):
-    """A command with descendants in sessions of their own, two of which have lost their parent."""
+    """Start a guarded command whose descendants have their own sessions, two of them orphaned."""
     command = [sys.executable, "-I", "-S", warden.__file__, sys.executable, "-c", DESCENDANTS.format(end=end)]
     environ = {**os.environ, "ABOUT": str(tmp_path)}
     one = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environ)
@@ -82,7 +82,7 @@ def test_a_signal_is_passed_on(tmp_path):
 def test_an_interrupted_benchmark_leaves_nothing(tmp_path):
     before = set(SHM.glob("tieredckpt-bench-*"))
     small = ("--only", "P13", "--size", "16MiB", "--rounds", "1", "--out", str(tmp_path / "raw.json"))
-    environ = {**os.environ, "ABOUT": str(tmp_path)}  # all that it starts has it, too
+    environ = {**os.environ, "ABOUT": str(tmp_path)}  # all its children inherit it
     one = subprocess.Popen([sys.executable, "-m", "benchmarks", *small], cwd=ROOT, env=environ)
 
     def is_going():

@@ -16,7 +16,7 @@ MIB = 1 << 20
 
 @contextlib.contextmanager
 def line(**shape):
-    """A proxy, and the two ends of one connection through it."""
+    """Yield a proxy and both ends of one connection through it."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         listener.settimeout(20)
         with SlowPath(listener.getsockname(), **shape) as path, into(path) as client:
@@ -85,7 +85,7 @@ def test_latency_applies_in_each_direction():
 
 
 def test_latency_does_not_limit_data_in_flight():
-    """More than the kernel keeps for the two sockets of the client's side, and nothing has arrived."""
+    """More bytes are in flight than the client's kernel buffers, and none has arrived."""
     with line(latency_s=600) as (path, client, server):
         client.sendall(bytes(14 * MIB))
         server.setblocking(False)

@@ -40,21 +40,21 @@ def three_nodes(ranks):
 
 @pytest.fixture(scope="module")
 def healthy_cluster(ranks):
-    """Three nodes to look at."""
+    """Three nodes that no test changes."""
     with three_nodes(ranks) as made:
         yield made
 
 
 @pytest.fixture
 def expendable_cluster(ranks):
-    """Three nodes of which some will be lost."""
+    """Three nodes, some of which the test loses."""
     with three_nodes(ranks) as made:
         yield made
 
 
 @pytest.fixture
 def run_on(cli):
-    """Run a command on the first of a cluster's nodes, or on another one."""
+    """Return a function that runs a command on the first node of a cluster, or on another one."""
 
     def run(cluster, command, *arguments, node="n1"):
         return cli(command, *arguments, "--agent-dir", cluster[node].directory)

@@ -85,7 +85,7 @@ def test_a_bucket(cli, agent_dir, moto, monkeypatch):
         client.create_multipart_upload(Bucket=BUCKET, Key=f"{prefix}/{job.name}/steps/x")
         said = cli(
             "gc", job.name, "--keep-last", "1", "--abandoned-after", "1000000", "--json"
-        )  # moto begins all in 2010
+        )  # moto's clock starts in 2010
         assert said.code == 0
         assert [one["step"] for one in said.json["deleted"]] == [1]
         assert said.json["discarded_uploads"] == 0, "it may still be going on"
@@ -144,7 +144,7 @@ def job_without_manifests(job_of_six_steps, tmp_path):
 
 @pytest.fixture
 def store_options(durable):
-    """No agent says where the job is durable."""
+    """Return options that name the durable tier, because no agent knows it."""
     return "--durable", durable.url
 
 
@@ -246,7 +246,7 @@ def test_gc_finds_shards_with_hashed_keys_when_configured(
     (manifest,) = (root / "llama" / "manifests").glob(f"{1:012d}.*")
     manifest.unlink()
     (index,) = (root / "llama" / "steps" / f"{1:012d}").rglob("*.index")
-    index.unlink()  # the agent was killed before it wrote that
+    index.unlink()  # the agent was killed before it wrote the index
     make_older(root, 48)
     assert steps_without_manifest(cli("gc", "llama", *store_options, "--json")) == {}, (
         "nobody says that they are spread"

@@ -26,7 +26,7 @@ def report(what: str, **more: object) -> None:
 
 
 def allocate_until_killed(asked: Path) -> None:
-    """Memory that is touched, until the kernel ends this process, before any other one."""
+    """Touch memory until the kernel's OOM killer ends this process first."""
     asked.unlink()
     Path("/proc/self/oom_score_adj").write_text("1000")
     held = []

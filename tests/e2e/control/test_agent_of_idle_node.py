@@ -24,7 +24,7 @@ pytestmark = pytest.mark.e2e
 
 @contextlib.contextmanager
 def started():
-    """The agent of a node without ranks, that leaves as soon as nobody needs it; and its process."""
+    """Start the agent of a node without ranks, which exits when unused; yield it and its process."""
     with agent_directory() as directory:
         environ = {
             "TIEREDCKPT_AGENT_DIRECTORY": str(directory),
@@ -43,7 +43,7 @@ def started():
 
 def test_agent_runs_as_long_as_its_supervisor():
     with started() as (agent, pid):
-        for _ in range(2):  # others that began later come to their end
+        for _ in range(2):  # agents that started later end first
             with started() as (other, gone):
                 other.close()
                 wait_process_ended(gone)
@@ -83,7 +83,7 @@ def test_offered_agent_is_offered_again_after_it_died():
         agent.offer_memory(offers.put)
         first = offers.get(timeout=200)
         os.kill(pid, signal.SIGKILL)
-        assert offers.get(timeout=200) == first  # at the port that other nodes know
+        assert offers.get(timeout=200) == first  # the new agent listens on the port that other nodes know
         agent.shut_down()
 
 
@@ -114,7 +114,7 @@ with open(sys.argv[1], "r+b") as lock:
 
 
 def test_ranks_leave_the_agent_to_their_supervisor():
-    """Else both would start another one, and each of them not for the same reasons."""
+    """Otherwise both would restart the agent, and for different reasons."""
     with started() as (agent, _):
         lock = AgentPaths(agent.kept_directory).watchdog_lock
         rank = subprocess.run([sys.executable, "-c", LOOKS_AFTER, str(lock)], capture_output=True, check=False)
@@ -141,12 +141,12 @@ def test_agent_that_outlived_its_supervisor_ends_with_its_job(own):
         second.shut_down()
         if own:
             wait_process_ended(pid)
-        else:  # other jobs may use it
+        else:  # the agent may serve other jobs
             assert process_start_time(pid) >= 0
 
 
 def test_process_with_the_agents_reused_pid_is_not_killed():
-    """It has died, and its directory says yet which process it was."""
+    """The agent is dead, but its directory still has its PID, which another process has now."""
     with started() as (agent, pid), subprocess.Popen(["sleep", "600"]) as innocent:
         try:
             directory = agent.kept_directory
@@ -157,5 +157,5 @@ def test_process_with_the_agents_reused_pid_is_not_killed():
             agent.shut_down()
             kill_agent({"TIEREDCKPT_AGENT_DIRECTORY": str(directory)})
         finally:
-            innocent.send_signal(signal.SIGUSR1)  # nothing else has ended it before
+            innocent.send_signal(signal.SIGUSR1)  # fails if the process was killed before
         assert innocent.wait(20) == -signal.SIGUSR1

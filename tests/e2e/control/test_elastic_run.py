@@ -191,7 +191,7 @@ def test_job_fails_after_too_many_faults(job: ElasticRun) -> None:
     job.touch("fault-n0")
     after = job.wait_world(2, after=before[0]["epoch"])
     job.touch("fault-n1")
-    assert pids(after) == pids(before)  # a fault that a rank reports ends no process
+    assert pids(after) == pids(before)  # a fault that a rank reports kills no process
     assert job.wait_ended(run) == 8
     assert len(job.rank_messages("job failed")) == 2
     assert "attempts: 2 faults; at most 1 restart allowed (job_max_retry_count)" in job.output()

@@ -15,7 +15,7 @@ from tests.support.local_nodes import wait_until
 pytestmark = pytest.mark.e2e
 
 ALWAYS = (16, 33, 41, 46)
-"""Between them, everything that can happen, each at least twice."""
+"""Seeds that together cover every event at least twice."""
 IN_A_SOAK = sorted(set(range(64)).difference(ALWAYS))
 EVENTS = 6
 
@@ -45,7 +45,7 @@ class RandomFaultRun:
         kinds += [self.lose, self.leave] if len(self.alive) > 1 else []
         kinds += [self.come_back] if len(self.alive) < 3 else []
         self.random.choice(kinds)()
-        if self.random.random() < 0.5:  # else the next thing happens in the middle of this one
+        if self.random.random() < 0.5:  # otherwise the next event happens during this one
             wait_until(lambda: self.job.is_in_phase("running"), "the job runs again")
 
     def some_node(self) -> str:
@@ -111,7 +111,7 @@ class RandomFaultRun:
             lambda: "error" not in self.job.run_json("resize", "--nodes", "max"),
             "the coordinator is asked for all nodes",
         )
-        for path in self.job.folder.glob("fault-*"):  # of a node that was in no world since
+        for path in self.job.folder.glob("fault-*"):  # of a node that was in no world afterwards
             path.unlink(missing_ok=True)
 
         def all_in() -> bool:

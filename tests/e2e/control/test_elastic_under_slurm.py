@@ -25,7 +25,7 @@ def job():
 
 
 def start(job, node, nodes, *options):
-    """A task of a step, as Slurm starts it."""
+    """Start a task of a step as Slurm does."""
     count = nodes.count(",") + 1
     job.environ |= {
         "SLURM_JOB_ID": "12",

@@ -42,7 +42,7 @@ class LauncherNodes:
         return open_leader_record(self.url).read()
 
     def leader(self, *, but: str = "") -> str:
-        """The machine that leads, once another one than ``but`` does."""
+        """Wait for a leader other than ``but`` and return its machine."""
 
         def leads() -> str:
             record = self.record()
@@ -55,7 +55,7 @@ class LauncherNodes:
             raise AssertionError(f"{error}: {self.record()}\n{self.job.output()}") from None
 
     def lose(self, name: str) -> None:
-        """The machine is gone: its launcher, supervisor, coordinator and ranks."""
+        """Kill the machine's launcher, supervisor, coordinator and ranks."""
         run = self.runs.pop(name)
         gone = [run.pid, *self.job.pids(f'"node":"{name}"'), *self.job.pids(f'"candidate":"{name}-')]
         for pid in gone:
@@ -146,7 +146,7 @@ def test_deleted_leader_record_is_recreated_and_the_world_continues(job: Elastic
     record = all_of_them.record()
     (job.folder / "shared" / "leader").unlink()
     wait_until(lambda: all_of_them.record() is not None)
-    all_of_them.leader()  # the same one, unless a candidate was quicker
+    all_of_them.leader()  # usually the same machine
     assert all_of_them.record().term >= record.term
     wait_until(lambda: job.is_in_phase("running"))
     assert (job.status().epoch, job.status().restarts) == (before[0]["epoch"], 0)

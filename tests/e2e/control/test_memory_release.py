@@ -22,7 +22,7 @@ JOB = "tiered://given-back"
 
 @contextlib.contextmanager
 def node():
-    """A node's agent as its supervisor has it, and the settings of a rank there."""
+    """Yield a supervisor's node agent and the settings of a rank on that node."""
     with agent_directory() as directory:
         environ = {
             "TIEREDCKPT_AGENT_DIRECTORY": str(directory),

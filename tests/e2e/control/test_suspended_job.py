@@ -13,7 +13,7 @@ from tests.support.local_nodes import wait_until
 pytestmark = pytest.mark.e2e
 
 _SUSPENDED_S = 13.0
-"""Longer than a node may be silent, and than ranks may take for a step here."""
+"""Seconds of suspension, longer than the limits for silent nodes and for a step."""
 
 
 @pytest.fixture

@@ -13,13 +13,13 @@ from tieredckpt.session.session import open_session
 from tieredckpt.settings import DurableSettings, load_settings
 
 SIZE = 6 << 20
-"""Elements of four bytes: five parts a step."""
+"""Elements of four bytes: five parts per step."""
 SMALL = 11 << 18
 """Three parts."""
 
 
 def start_agent(say):
-    """An embedded agent in this process's environment; it outlives the process."""
+    """Start an embedded agent that outlives this process."""
     open_session("nobody", load_settings()).agent.list_steps("nobody")
 
 
@@ -29,7 +29,7 @@ def settings_through(proxy, server, **changes):
 
 
 def kill_points(point, in_a_push):
-    """The first and the second time that a drain comes to the point; the other one is for the night."""
+    """Return parameters for the first and the second pass of each point, one of them nightly."""
     return [
         pytest.param(point, count, marks=() if count == in_a_push else pytest.mark.nightly, id=f"{point}-{count}")
         for count in (1, 2)
@@ -93,7 +93,7 @@ def test_next_agent_continues_the_drain_of_a_stopped_one(agent_dir, rclone, rclo
 
 
 def test_bucket_contains_only_the_steps(agent_dir, rclone, rclone_proxy, zygote):
-    """However often the agent was killed, the bucket holds two objects a shard and one manifest a step."""
+    """After any number of kills the bucket has two objects per shard and one manifest per step."""
     zygote.run(start_agent, environ=crash_environ("drain.indexed:1"))
     settings = settings_through(rclone_proxy, rclone, on_busy="wait")
     job = CheckpointJob(agent_dir, settings)

@@ -53,9 +53,9 @@ def digest(model, optimizer):
 
 
 def train(say, steps=STEPS, wait=True):
-    """The loop of the README; says what it restored, every loss and every acknowledged step."""
+    """Run the README's loop, and report the restored step, every loss and every acknowledged step."""
     model, optimizer = build_model()
-    train_step(model, optimizer, 10**6)  # makes the optimizer's state, so that it can be filled in place
+    train_step(model, optimizer, 10**6)  # creates the optimizer's state, so that the restore can fill it in place
     model.load_state_dict(build_model()[0].state_dict())
     for state in optimizer.state.values():
         for tensor in state.values():
@@ -131,7 +131,7 @@ def restore_step(say, url, step=None):
 
 
 def restore_and_die(say, url):
-    """Restore, come to a step that is not due to be saved, and be killed."""
+    """Restore, reach a step that is not due for a save, and kill the process."""
     with Checkpointer(JOB, durable=url, every=100) as ckpt:
         say(f"restored {ckpt.restore({'w': torch.zeros(1000)})}")
         ckpt.save({"w": torch.ones(1000)}, 7)
@@ -225,7 +225,7 @@ def train_as_rank(say, steps):
             state[f"own{dist.get_rank()}"].fill_(current)
             try:
                 dist.all_reduce(torch.ones(1))
-            except RuntimeError:  # the other one was killed: the launcher is about to take this one down, too
+            except RuntimeError:  # the other rank was killed, and the launcher is about to kill this one
                 threading.Event().wait()
             say(f"loss {current} {loss.item().hex()}")
             ckpt.save(state, current).wait()
@@ -238,7 +238,7 @@ def train_as_rank(say, steps):
 def test_rank_killed_during_a_save_leaves_the_last_complete_step(agent_dir, zygote, point, victim):
     first = zygote.start_world(2, train_as_rank, 5, environ={victim: crash_environ(f"{point}:3")})
     assert first[victim].wait().status == -signal.SIGKILL
-    first[1 - victim].kill()  # the launcher takes the others down
+    first[1 - victim].kill()  # the launcher kills the others
     survivor = first[1 - victim].wait()
     acknowledged = [int(line.split()[1]) for line in survivor.lines if line.startswith("sealed")]
     second = [running.wait() for running in zygote.start_world(2, train_as_rank, 5)]

@@ -339,7 +339,7 @@ def test_closed_checkpointer_leaves_no_thread(agent_dir):
 
 
 def loop(kind, steps, every_restart=2):
-    """Train with restarts in between; the state at the end."""
+    """Train with restarts in between, and return the final state."""
     done = -1
     while done < steps - 1:
         model, optimizer = build_model(kind, dist.get_world_size(), seed=5)
@@ -363,7 +363,7 @@ def loop(kind, steps, every_restart=2):
 
 def reference_state(kind, steps):
     model, optimizer = build_model(kind, dist.get_world_size(), seed=5)
-    get_state(model, optimizer)  # makes the optimizer's state, as the loop does before it restores
+    get_state(model, optimizer)  # creates the optimizer's state, as the loop does before a restore
     for _ in range(steps):
         train_steps(model, optimizer, 1)
     return full_state(get_state(model, optimizer))
@@ -486,7 +486,7 @@ def test_writers_and_checkpointers_share_a_job(agent_dir):
 
 
 def loop_with_optimizer(steps, seed_step=0):
-    """The README's loop: objects with a state, not their state dicts. Returns losses by step."""
+    """Run the README's loop with stateful objects, and return losses by step."""
     torch.manual_seed(0)
     model = torch.nn.Linear(16, 16)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -516,7 +516,7 @@ def test_fresh_start_does_not_change_the_optimizer(agent_dir):
     with Checkpointer(JOB) as ckpt:
         assert ckpt.restore({"optim": optimizer}) == -1
         assert not optimizer.state
-        ckpt.save({"optim": optimizer}, 0).wait()  # saved before the first step: there are no moments
+        ckpt.save({"optim": optimizer}, 0).wait()  # saved before the first step, without moments
         assert ckpt.restore({"optim": optimizer}) == 0
         assert not optimizer.state
 

@@ -48,7 +48,7 @@ if OLDEST:  # its dcp.save has no use_collectives
 
 
 class Rank:
-    """One rank of a world; every action is done by all of them."""
+    """One rank of a world; all ranks execute every action."""
 
     def __init__(self):
         self.checkpointers, self.writers = {}, {}
@@ -60,7 +60,7 @@ class Rank:
 
     def resize(self, size, where):
         """Continue in a smaller world with the same processes and writers, and new checkpointers."""
-        self.close()  # DCP's own background process would stay in the world that it began in
+        self.close()  # DCP's own background process would stay in its first world
         dist.destroy_process_group()
         if self.rank < size:
             dist.init_process_group("gloo", init_method=f"file://{where}", rank=self.rank, world_size=size)
@@ -104,7 +104,7 @@ class Rank:
         return self.checkpointers[job]
 
     def load(self, job, step, how):
-        """The step that was loaded and every value that is in it."""
+        """Load, and return the step and all its values."""
         target = {"w": torch.zeros(4)}
         if how == "checkpointer":
             found = self.checkpointer(job).restore(target, step, strict=False)
@@ -134,7 +134,7 @@ def run_actions(say, actions):
                 say("saved")
                 threading.Event().wait()
             seen.append(getattr(me, name)(*arguments))
-            if not dist.is_initialized():  # this rank has no place in the world from here on
+            if not dist.is_initialized():  # this rank has left the world
                 break
             dist.barrier()
             seen.append([newest(job) for job in JOBS])
@@ -145,7 +145,7 @@ def run_actions(say, actions):
 
 
 def newest(job):
-    """Which step a reader would take; asking changes nothing."""
+    """Return the step that a reader would load, without any change."""
     try:
         return int(TieredReader(job).describe_choice().removeprefix("step "))
     except CheckpointNotFoundError:
@@ -162,7 +162,7 @@ class Model:
     values: dict[int, float] = field(default_factory=dict)
     """The value of each step on the job's current branch."""
     base: int | None = None
-    """The step that was loaded, until something is saved on top of it."""
+    """The loaded step, until a save continues from it."""
     by_some: bool = False
     """Whether only a subgroup saved the newest step: the next fast save needs an agreement of all ranks."""
 

@@ -38,11 +38,11 @@ EACH_WAY = [
     pytest.param(name, marks=without_collectives if "use_collectives" in how else ()) for name, how in WAYS.items()
 ]
 BACKGROUND = pytest.mark.nightly
-"""A background process takes seconds of a core to start: one test of them is part of a push."""
+"""One test of a background process per push, because its start takes seconds of CPU time."""
 
 
 def state_of(value, extra=0):
-    """A replicated tensor, one of this rank's own, and an object."""
+    """Return a replicated tensor, a tensor of this rank, and an object."""
     rank = dist.get_rank() if dist.is_initialized() else 0
     return {
         "w": torch.full((5,), float(value)),
@@ -61,7 +61,7 @@ def save(step, value, job=JOB, *, cached=False, extra=0, **how):
 
 
 def load(step=None, job=JOB, extra=0, **how):
-    """Which step was loaded, and the value in all of it."""
+    """Load, and return the step and its single value."""
     reader = TieredReader(job, step)
     target = zeros_like_state(state_of(1, extra))
     how.pop("use_collectives", None)
@@ -72,7 +72,7 @@ def load(step=None, job=JOB, extra=0, **how):
 
 
 def normal(target):
-    """The values of objects come back as they were saved: whole numbers here."""
+    """Return the state with the objects' values as integers, as they were saved."""
     return {name: one if torch.is_tensor(one) else (int(one[0]), one[1]) for name, one in target.items()}
 
 
@@ -198,7 +198,7 @@ def test_staged_state_is_saved_even_if_another_rank_starts_the_incarnation(agent
     assert zygote.run_world(2, save_what_is_staged_last, kind) == [(2, 2.0), (2, 2.0)]
 
 
-# -- processes of DCP's -------------------------------------------------------------------------------------------
+# -- DCP's background processes -----------------------------------------------------------------------------------
 
 
 def end_background_process():
@@ -207,7 +207,7 @@ def end_background_process():
 
 
 def save_in_background(step, value, writer=None, **how):
-    """By DCP's own background process."""
+    """Save in DCP's own background process."""
     how = how or {"storage_writer": writer or TieredWriter(JOB, step)}
     dcp.async_save(state_of(value), async_checkpointer_type=AsyncCheckpointerType.PROCESS, **how).result()
 

@@ -49,7 +49,7 @@ def save(pieces):
 
 
 def restore(pieces, whose):
-    """The tensors of these ranks, and their notes."""
+    """Restore the tensors and objects of these ranks."""
     wanted = {}
     for rank in whose:
         wanted |= state_of(rank, pieces, 0.0)
@@ -111,7 +111,7 @@ def test_rank_with_more_pieces_than_an_agent_stores_is_refused_at_its_save(folde
 
 
 def save_refused(pieces):
-    state = {os.urandom(24).hex(): torch.ones(1) for _ in range(pieces)}  # names that do not compress
+    state = {os.urandom(24).hex(): torch.ones(1) for _ in range(pieces)}  # incompressible names
     with Checkpointer(f"tiered://{JOB}", settings=settings()) as ckpt:
         saved = ckpt.save(state, 1)
         with pytest.raises(SaveFailedError, match="the limit is"):

@@ -1,4 +1,4 @@
-"""A restore gives every entry that was saved its place, or says which it has no place for."""
+"""A restore finds a target for every saved entry, or reports the entries without one."""
 
 import logging
 from collections import defaultdict
@@ -18,7 +18,7 @@ JOB = "tiered://entries"
 
 
 class Tracker:
-    """Its state begins empty and fills up: best scores, histories, a running mean."""
+    """A ``Stateful`` that starts empty and fills up, like best scores, histories and running means."""
 
     def __init__(self):
         self.scores = {}
@@ -69,7 +69,7 @@ def test_saved_entry_without_a_target_is_named(agent_dir):
     with Checkpointer(JOB) as ckpt:
         with pytest.raises(MismatchError, match=r"best\.loss.*best\.step.*strict=False"):
             ckpt.restore(state)
-        assert_same_bits(torch.zeros(4), state["w"])  # nothing is read before all of it has a place
+        assert_same_bits(torch.zeros(4), state["w"])  # nothing is read unless every entry has a target
 
 
 def test_moments_of_an_optimizer_missing_in_the_state_are_not_dropped(agent_dir):
@@ -137,7 +137,7 @@ def test_a_restore_that_fails_between_the_ranks_leaves_nothing_pinned(agent_dir)
 
 
 class Average:
-    """Begins empty; each rank has a piece of it."""
+    """A ``Stateful`` that starts empty, and of which each rank has a piece."""
 
     def __init__(self, full=None):
         self.of = {}

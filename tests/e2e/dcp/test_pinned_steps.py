@@ -163,5 +163,5 @@ def test_durable_retention_skips_pinned_steps(agent_dir, tmp_path):
 
 
 def stored(store):
-    names = (name for _, _, names in os.walk(store) for name in names)  # unlike rglob, while directories are deleted
+    names = (name for _, _, names in os.walk(store) for name in names)  # unlike ``rglob``, tolerates concurrent deletes
     return sorted(int(name.partition(".")[0]) for name in names if name.endswith(".manifest"))

@@ -34,7 +34,7 @@ def train(told, steps=40, every=100):
         with Checkpointer("ended", every=every, grace_s=60) as ckpt:
             for step in range(steps):
                 together = torch.ones(1)
-                dist.all_reduce(together)  # as a step's gradients
+                dist.all_reduce(together)  # like the all-reduce of a step's gradients
                 state["w"] += together
                 state["step"] = step
                 if (step, "before") == told[rank]:

@@ -65,7 +65,7 @@ def test_missing_agent_fails_the_save_and_not_the_training(agent_dir):
     with use_agent_factory(unreachable_agent), Checkpointer(JOB, on_failure="raise") as ckpt:
         with pytest.raises(SaveFailedError):
             ckpt.save(small(0), 0)
-        with pytest.raises(TierUnavailableError):  # unknown, so not a reason to start from nothing
+        with pytest.raises(TierUnavailableError):  # unknown is not a reason to start fresh
             ckpt.restore(small(0))
 
 
@@ -206,7 +206,7 @@ def test_save_policy_can_wait_for_a_slot(agent_dir):
         thread = threading.Thread(target=save)
         thread.start()
         waiting.wait()
-        assert store.epoch("loop") > 0  # the agent answers others meanwhile
+        assert store.epoch("loop") > 0  # the agent still serves other requests
         assert not done
         for pin in pins:
             store.unpin(pin.id)
@@ -373,7 +373,7 @@ def test_sigterm_between_steps_keeps_the_step_that_follows(agent_dir, tmp_path):
 
 
 def test_sigterm_does_not_exceed_its_grace_period(agent_dir, tmp_path):
-    """The process ends although its durable tier is lost, and memory has its last step."""
+    """The process ends although its durable tier is lost; memory has its last step."""
     lose = f"ckpt.wait('durable'); os.rename('{tmp_path}/durable', '{tmp_path}/away'); open('{tmp_path}/durable', 'w')"
     done = run(
         tmp_path,
@@ -461,7 +461,7 @@ def test_closed_session_starts_no_agent(agent_dir):
 
 @without_collectives
 def test_failed_save_without_collectives_raises_on_no_rank(monkeypatch):
-    """It would leave the others waiting at DCP's barrier."""
+    """An error on one rank would block the others at DCP's barrier."""
 
     def none_left(*_):
         raise ArenaFullError("no memory for a page")

@@ -104,7 +104,7 @@ def test_plain_checkpoints_hold_directories_too(tmp_path, monkeypatch):
 
 
 def save_own(root):
-    """Each rank has a directory of its own with one common file; the first two ranks share theirs."""
+    """Save a directory per rank with one common file; the first two ranks share theirs."""
     rank = dist.get_rank()
     path = root / f"out{max(rank, 1)}"
     write(path, {f"rank{rank}.bin": bytes([rank]) * 1000})

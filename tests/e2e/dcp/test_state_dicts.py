@@ -92,7 +92,7 @@ def round_trip(state):
 
 
 def failure(info):
-    """The error inside DCP's exception."""
+    """Return the error inside DCP's exception."""
     return next(iter(info.value.failures.values()))[0]
 
 
@@ -104,7 +104,7 @@ def test_every_dtype(agent_dir, dtype):
 def test_unusual_tensors_round_trip(agent_dir):
     base = torch.randn(64, 64)
     nan = torch.tensor([float("nan"), -0.0, float("inf")])
-    nan.view(torch.int32)[0] = 0x7FC12345  # a NaN with something to say
+    nan.view(torch.int32)[0] = 0x7FC12345  # a NaN with a payload
     round_trip(
         {
             "scalar": torch.tensor(1.5),
@@ -336,7 +336,7 @@ def test_plan_caching(agent_dir):
         "_cached_global_plan",
         "_cached_metadata",
     ):
-        getattr(DefaultSavePlanner, cache, {}).clear()  # torch 2.7 caches no metadata
+        getattr(DefaultSavePlanner, cache, {}).clear()  # torch 2.7 does not cache metadata
 
 
 class Halving(DefaultSavePlanner):
@@ -392,7 +392,7 @@ def test_a_state_can_be_rebuilt_without_a_template(agent_dir):
 
     state = {"m": {"w.x": torch.randn(3), "l": [torch.randn(1), torch.randn(2)]}, "n": 3}
     save(state)
-    rebuilt = _load_state_dict_from_keys({"m", "n"}, storage_reader=TieredReader(JOB))  # torch 2.7: none without keys
+    rebuilt = _load_state_dict_from_keys({"m", "n"}, storage_reader=TieredReader(JOB))  # torch 2.7 needs keys
     assert_same_bits(state["m"]["w.x"], rebuilt["m"]["w.x"])
     assert_same_bits(state["m"]["l"], rebuilt["m"]["l"])
     assert rebuilt["n"] == 3

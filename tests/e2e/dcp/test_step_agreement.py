@@ -40,7 +40,7 @@ class Both(Finishes, Globalises):
 
 
 class Copies(DefaultLoadPlanner):
-    """Changes no plan that it is given."""
+    """A planner that returns copies of the plans, unchanged."""
 
     def create_global_plan(self, global_plan):
         return super().create_global_plan(copy.deepcopy(global_plan))
@@ -112,7 +112,7 @@ def load_alone(nodes, url):
 
 
 class CopiesToSave(DefaultSavePlanner):
-    """Changes no plan that it is given."""
+    """A planner that returns copies of the plans, unchanged."""
 
     def create_global_plan(self, all_plans):
         return super().create_global_plan(copy.deepcopy(all_plans))

@@ -1,4 +1,4 @@
-"""From memory to the durable tier and back: a directory, and real S3 servers."""
+"""Uploads to the durable tier and restores from it: a directory, and real S3 servers."""
 
 import json
 import signal
@@ -32,7 +32,7 @@ def directory(tmp_path):
 
 @pytest.fixture(params=["directory", "rclone", "moto"])
 def durable(request):
-    """A durable tier of each kind."""
+    """Return a durable tier of each kind."""
     if request.param == "directory":
         return request.getfixturevalue("directory")
     return durable_settings(request.getfixturevalue(request.param))
@@ -82,12 +82,12 @@ def test_restore_sends_few_store_requests(agent_dir, rclone, rclone_proxy):
 
 
 def test_run_after_a_lost_node_has_the_newest_incarnation(agent_dir, directory):
-    """An agent that starts from nothing must not count incarnations from nothing."""
+    """An agent with an empty memory must not start to count incarnations at zero."""
     job = CheckpointJob(agent_dir, directory)
     job.save(0, 1)
     close_sessions()
     job.assert_restores(1, tiers={"memory"})
-    job.save(2)  # the second incarnation says that it began from step 1
+    job.save(2)  # the second incarnation records that it started from step 1
     job.lose_memory()
     with job.checkpointer() as ckpt:
         assert ckpt.restore(zeros_like_state(state_at(0))) == 2
@@ -95,7 +95,7 @@ def test_run_after_a_lost_node_has_the_newest_incarnation(agent_dir, directory):
     job.lose_memory()
     job.assert_restores(3, tiers={"durable"})
     job.lose_memory()
-    job.save(4)  # without restoring first
+    job.save(4)  # without a restore first
     job.lose_memory()
     job.assert_restores(4, tiers={"durable"})
 
@@ -209,7 +209,7 @@ def save_replicated(name, url):
         ckpt.wait("durable")
 
 
-# -- a store that is slow, away or says no ------------------------------------------------------------------------
+# -- a slow, unreachable or refusing store ------------------------------------------------------------------------
 
 
 def proxied_url(proxy, server, **changes):
@@ -435,7 +435,7 @@ def test_damage_in_memory_is_healed_from_the_durable_copy_of_the_same_step(agent
     job.assert_restores(1, tiers={"durable"})
 
 
-# -- keeping and deleting -----------------------------------------------------------------------------------------
+# -- retention and deletion ---------------------------------------------------------------------------------------
 
 
 def test_retention_keeps_the_newest_and_every_nth_step(agent_dir, directory, tmp_path):
@@ -484,7 +484,7 @@ def test_incompressible_shards_are_not_compressed(agent_dir, directory, tmp_path
     assert not list((tmp_path / "durable").rglob("*.zst"))
 
 
-# -- switched off -------------------------------------------------------------------------------------------------
+# -- disabled durable tier ----------------------------------------------------------------------------------------
 
 
 def test_switched_off_the_same_script_writes_plain_checkpoints(agent_dir, directory, monkeypatch, tmp_path):
@@ -584,7 +584,7 @@ def test_agent_stops_promptly_while_the_store_is_unreachable(agent_dir, rclone, 
         known = SaveDecision(
             ckpt.session.job, 0, Incarnation(1, "known"), 1, attempt=0, base=None, newest_complete=None
         )
-        ckpt.session.adopt(known, ckpt.session.incarnation.capture())  # or the first save would ask the store
+        ckpt.session.adopt(known, ckpt.session.incarnation.capture())  # otherwise the first save would query the store
         ckpt.save(state_at(0), 0).wait()
         rclone_proxy.wait_for(lambda proxy: len(proxy.requests()) > 2)
         close_sessions()

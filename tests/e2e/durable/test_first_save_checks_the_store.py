@@ -49,7 +49,7 @@ def test_absent_bucket_is_refused(agent_dir, moto):
 
 
 def remembered_durable(agent_dir, name):
-    """The durable tier that a run without one inherits from the agent."""
+    """Return the durable tier that a later run would inherit from the agent."""
     with CheckpointJob(agent_dir, DurableSettings(), name).checkpointer() as ckpt:
         ckpt.save(state_at(9), 9).wait()
         return ckpt.session.agent.list_steps(name).durable

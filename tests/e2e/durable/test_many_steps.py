@@ -69,7 +69,7 @@ def cpu_seconds(pid):
 
 
 class Took:
-    """How long each thing took, for who reads the night's page."""
+    """A timer of named phases for the nightly report."""
 
     def __init__(self):
         self.seconds = {}

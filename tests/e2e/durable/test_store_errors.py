@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 
 def at(endpoint, url=""):
-    """With the patience that jobs have by default."""
+    """Return settings of an endpoint with the default timeouts."""
     return DurableSettings(url=url or bucket_url(), options={"endpoint": endpoint, "region": REGION})
 
 
@@ -112,7 +112,7 @@ def test_job_that_starts_from_memory_reports_the_store_error(agent_dir, broken, 
 def test_restore_and_wait_end_at_their_deadline_and_name_the_silent_store(agent_dir, black_hole, caplog):
     settings = dataclasses.replace(black_hole[0], on_unreachable="continue")
     with CheckpointJob(agent_dir, settings).checkpointer() as ckpt:
-        ckpt.session.agent.store.status()  # the agent runs
+        ckpt.session.agent.store.status()  # the agent is alive
         began = time.monotonic()
         with pytest.raises(TierUnavailableError) as raised:
             ckpt.restore(state_at(0), timeout_s=2.0)

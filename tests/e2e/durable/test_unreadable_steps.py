@@ -28,7 +28,7 @@ def marks(job, tmp_path):
 
 
 def before_reading(monkeypatch, act):
-    """Once, when a load has decided what to read and has read nothing yet."""
+    """Call ``act`` once, after a load has planned its reads and before the first read."""
     run = ReadExecutor.run
 
     def late(reading, items):
@@ -73,7 +73,7 @@ def test_damage_is_marked_in_the_store_by_the_next_durable_save(job, marks, tmp_
     job.assert_restores(1, tiers={"durable"})
     assert not marks()
     job.save(3)
-    wait_until(marks, "a mark")  # a step is durable before the older ones are looked at
+    wait_until(marks, "a mark")  # a step is durable before the agent checks the older ones
     assert [mark.name[:12] for mark in marks()] == [f"{2:012d}"]
     job.lose_memory()
     with job.checkpointer() as ckpt:

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.e2e
 __all__ = ["golden_run"]
 
 KILLED_AT = 6
-"""Not a step that follows one that was saved."""
+"""A step that does not directly follow a saved step."""
 
 
 BACKENDS = [nccl_like.NAME, *([DEVICE] if accelerator().device_count() else [])]

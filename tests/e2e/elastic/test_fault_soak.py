@@ -63,7 +63,7 @@ def test_job_survives_hundreds_of_random_faults(golden_run, tmp_path) -> None:
         for pid in job.persistent_pids():
             try:
                 sizes.setdefault(pid, []).append({**process_size(pid), "faults": len(job.record.done())})
-            except OSError:  # it has just ended
+            except OSError:  # the process has just ended
                 continue
         time.sleep(0.5)
     took = recoveries(job)
@@ -83,7 +83,7 @@ def test_job_survives_hundreds_of_random_faults(golden_run, tmp_path) -> None:
 
 
 def assert_constant(who: str, seen) -> None:
-    """By the middle of its first and of its last quarter: it may be busy, or ending, at any one look."""
+    """Compare the medians of the first and last quarter, because single samples vary."""
     if len(seen) < 4:
         return
     quarter = len(seen) // 4
@@ -93,7 +93,7 @@ def assert_constant(who: str, seen) -> None:
 
 
 def recoveries(job) -> list[float]:
-    """From each fault to the first step that a later world has done."""
+    """Return the seconds from each fault to the first step of a later world."""
     steps = sorted((one["at"], one["epoch"]) for one in job.log_lines("step"))
     found = []
     for one in job.record.done():

@@ -45,7 +45,7 @@ ALL = [(how, backend) for how in CHAINS for backend in ("gloo", nccl_like.NAME)]
 IN_A_PUSH = [("fsdp", "gloo"), ("hsdp", nccl_like.NAME)]
 """Both backends; other tests of a push recover with DDP."""
 IN_A_NIGHT = 12
-"""Chains that all pairs are spread over."""
+"""Number of chains that cover all pairs."""
 STEPS = 70
 
 

@@ -33,5 +33,5 @@ def test_job_with_a_hung_rank_resumes_by_itself(agent_dir: Path, tmp_path: Path,
     assert not (tmp_path / f"break-{kind}").exists()
     lines = [line for one in found for line in one.lines]
     assert lines.count(["ended", "finished"]) == RANKS
-    assert max(one.newest_step[0] for one in found) > 0  # all of them were started again
+    assert max(one.newest_step[0] for one in found) > 0  # torchrun restarted all of them
     assert step_results(lines) == reference_steps(zygote)

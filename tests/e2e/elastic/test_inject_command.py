@@ -11,7 +11,7 @@ from tests.support.local_nodes import wait_until
 
 pytestmark = pytest.mark.e2e
 TOTAL = 1_000_000
-"""More steps than a job can do here before the test stops it."""
+"""More steps than the job can complete before the test stops it."""
 
 
 def test_running_job_is_injected_at_the_requested_place_and_time(golden_run) -> None:  # noqa: F811

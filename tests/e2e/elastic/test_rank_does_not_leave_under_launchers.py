@@ -73,5 +73,5 @@ def test_rank_that_does_not_leave_ends_itself_with_its_stacks(tmp_path, zygote, 
     finally:
         for one in (late, fails):
             one.kill_if_alive()
-            with contextlib.suppress(AssertionError):  # both end with an error
+            with contextlib.suppress(AssertionError):  # both ranks end with an error
                 one.wait()

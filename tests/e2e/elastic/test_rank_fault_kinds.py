@@ -85,7 +85,7 @@ def test_crash_is_followed_by_a_failure_for_a_nonfinite_loss():
 @pytest.mark.timeout(1200)
 def test_job_recovers_from_every_fault_at_every_stage():
     faults = (
-        "1:stop-restore",  # before the first step of all
+        "1:stop-restore",  # before the very first step
         "0:raise-first",
         "0:loop-step",
         "2:hold-step",

@@ -33,7 +33,7 @@ def two_ranks(zygote: Zygote, *args: Any) -> list[Any]:
     """Return both ranks' results, from forked processes or, on a device, new interpreters."""
     if args[2] not in REAL:
         return [one.wait(380).result for one in [zygote.start(forked, rank, *args) for rank in range(2)]]
-    # A process that is forked after the first use of CUDA cannot use it.
+    # A process cannot use CUDA if its parent used it before the fork.
     with multiprocessing.get_context("spawn").Pool(2) as pool:
         return [one.get(380) for one in [pool.apply_async(measured, (rank, *args)) for rank in range(2)]]
 

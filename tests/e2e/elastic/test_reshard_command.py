@@ -114,7 +114,7 @@ def save_durable(durable, values, job="m", step=4):
         assert node.wait_durable(job, None, 60).state == "done"
 
 
-# -- from anything to anything --------------------------------------------------------------------------------------
+# -- all sources and targets ----------------------------------------------------------------------------------------
 
 
 SOURCES = ["durable", "durable path", "plain", "plain step", "plain url"]
@@ -223,7 +223,7 @@ def load_sharded(variant, path):
 
 @pytest.mark.parametrize("saved", [Variant("2d", (2, 2)), Variant("tp", (3,))], ids=str)
 def test_saved_shards_are_loaded_by_another_world(run, ranks, agent_dir, tmp_path, saved):
-    """The checksum that the command prints is the one the ranks work out themselves."""
+    """The command prints the same checksum that the ranks compute."""
     ranks.run(saved.world, save_sharded, saved)
     said = run("tiered://sharded", tmp_path / "out", "--ranks", 3, "--json")
     assert said.json["parts_before"] == saved.world
@@ -260,7 +260,7 @@ def test_help(run):
     assert "Exit codes:" in said.out
 
 
-# -- what is there stays, unless told --------------------------------------------------------------------------------
+# -- existing targets ------------------------------------------------------------------------------------------------
 
 
 def test_folder_is_replaced_only_with_force(run, plain, tmp_path):
@@ -292,7 +292,7 @@ def test_step_is_replaced_only_with_force(run, plain, tmp_path):
     assert (said.code, "plain DCP checkpoint" in said.err) == (2, True)
 
 
-# -- what is wrong is said ---------------------------------------------------------------------------------------------
+# -- errors ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -382,11 +382,11 @@ def test_unreachable_target_is_unavailable(run, plain, monkeypatch):
     assert run(plain, "s3://bucket/m/step-1", "--ranks", 3).code == 5
 
 
-# -- whole or not at all -----------------------------------------------------------------------------------------------
+# -- complete or absent ------------------------------------------------------------------------------------------------
 
 
 def test_incorrectly_written_target_is_not_kept(run, plain, tmp_path, monkeypatch):
-    """One element of one slice: as a slip in the writer, or a bad disk, would have it."""
+    """One element of one slice is wrong, as after a bug in the writer or a disk error."""
     save = torch.save
 
     def wrong(tensor, file):
@@ -405,7 +405,7 @@ def test_incorrectly_written_target_is_not_kept(run, plain, tmp_path, monkeypatc
 
 @pytest.mark.parametrize("target", ["folder", "durable"])
 def test_reshard_refuses_swapped_slices(run, plain, tmp_path, monkeypatch, target):
-    """A mistake in reading is made once when it is written, and not again when both sides are compared."""
+    """A read error during the write is not repeated during the comparison."""
     read, swapped = PlainSource.read, []
 
     def wrong(self, name, box):
@@ -441,7 +441,7 @@ def test_interrupted(run, plain, tmp_path, monkeypatch, target):
 
 
 def reshard_and_die(say, arguments, at):
-    """Killed when it reads for the ``at``-th time: in the middle of reading, of writing, of comparing."""
+    """Kill the process at its ``at``-th read: while it reads, writes or compares."""
     read, left = PlainSource.read, [at]
 
     def counted(self, name, box):

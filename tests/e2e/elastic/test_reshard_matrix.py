@@ -40,7 +40,7 @@ def save_all(chosen):
 
 
 def load_all(variant, sources):
-    """Everything that was saved, one after the other into the same model."""
+    """Load all saved layouts one after the other into the same model."""
     expected = get_state(*build_variant(variant, blank=False))
     model, optimizer = build_variant(variant, blank=True)
     found = {}
@@ -63,7 +63,7 @@ def every_pair(ranks, sources, targets):
     for world, group in itertools.groupby(sorted(sources, key=lambda v: v.world), key=lambda v: v.world):
         saved |= agreed(ranks.run(world, save_all, list(group)))
     (reference, *others) = saved.values()
-    for other in others:  # whatever the layout, it is the same state
+    for other in others:  # all layouts have the same state
         other.assert_equal(reference)
     expected = state_checksum(expected_state()).all_reduced()
     reference.assert_equal(expected)
@@ -116,7 +116,7 @@ def save_damaged(variant):
 def test_changed_bit_of_one_rank_is_detected_by_all(agent_dir, ranks, variant, diverged):
     for before, after in ranks.run(variant.world, save_damaged, variant):
         name = "model.up.weight"
-        if diverged:  # its own copy is not the one that counts
+        if diverged:  # the checksum counts another rank's replica
             assert after.diverged_names == (name,)
             assert not before.differences(after)
         else:
@@ -128,14 +128,14 @@ def share(names):
 
 
 def test_reshard_of_ranks_with_different_names(ranks):
-    """As in pipeline stages: the shares are gathered, and each name counts once."""
+    """Ranks have different names, as in pipeline stages, and each name counts once."""
     whole = state_checksum({name: torch.arange(4.0) for name in "abc"}).all_reduced()
     for found in ranks.run(3, share, (["a", "b"], ["b"], ["c", "b"])):
         assert found == whole
 
 
 def row_parallel(value):
-    """FSDP2 over tensor parallelism that leaves the last rank nothing: it holds a shard of shape (0, 0)."""
+    """FSDP2 over tensor parallelism, where the last rank has an empty shard of shape (0, 0)."""
     mesh = init_device_mesh("cpu", (1, 3), mesh_dim_names=("dp", "tp"))
     model = torch.nn.Sequential(torch.nn.Linear(4, 5, bias=False))
     torch.nn.init.constant_(model[0].weight, value)

@@ -1,4 +1,4 @@
-"""``elastic run`` with ranks that train: fewer nodes, then more; everything comes back from memory."""
+"""``elastic run`` with training ranks on fewer nodes, then more, restores everything from memory."""
 
 from __future__ import annotations
 

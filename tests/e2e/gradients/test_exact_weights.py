@@ -36,7 +36,7 @@ WAYS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def everything(_: object) -> dict[str, float]:
-    """How far each way is from the gradients of one process, relative to the largest of them."""
+    """Return each method's distance from the gradients of one process, relative to the largest."""
     gc.freeze()  # leave the parent's objects to the parent
     worlds = Worlds((RANKS,), (RANKS,))
     share = MicrobatchShare.contiguous(QUOTAS, dist.get_rank())
@@ -115,7 +115,7 @@ def distance(found: list[torch.Tensor | None], expected: list[torch.Tensor | Non
         else (full_tensor(mine).double() - theirs).abs().max().item()
         for mine, theirs in zip(found, expected, strict=True)
     ]
-    return torch.tensor(differences, dtype=torch.float64).max().item() / most  # which does not hide a NaN
+    return torch.tensor(differences, dtype=torch.float64).max().item() / most  # torch's ``max`` propagates NaN
 
 
 def refusals(worlds: Worlds, share: MicrobatchShare) -> float:
@@ -172,7 +172,7 @@ def test_single_precision_is_as_close_as_a_single_process(found: dict[str, float
 
 @pytest.mark.parametrize("way", WAYS)
 def test_unneeded_memory_is_freed(found: dict[str, float], way: str) -> None:
-    """A process is in many worlds, and has one model."""
+    """A process is in many worlds but has only one model."""
     assert found[f"{way}, torch.float64, left"] == 0.0
     assert found[f"{way}, torch.float32, left"] == 0.0
 

@@ -1,4 +1,4 @@
-"""AWS's checkpointing library, as it is published, on node agents instead of its own daemon."""
+"""AWS's published checkpointing library on node agents instead of its own daemon."""
 
 from __future__ import annotations
 
@@ -63,12 +63,12 @@ def test_data_of_a_lost_node_is_loaded_from_another(ranks: RankPool) -> None:
 
 
 def test_every_node_serves_every_shard_and_retains_the_same_number(ranks: RankPool) -> None:
-    """Each rank talks to another node, as where the service's name stands for all of them."""
+    """Each rank uses another node, as if the service's name resolved to all of them."""
     with memory_nodes("n1", "n2", memory_service_auth="off", memory_service_copies="1") as nodes:
         n1, n2 = nodes["n1"], nodes["n2"]
         ranks.run(2, save_steps, [n1.url, n2.url], "job-1", [10, 20, 30, 40])
         assert ranks.run(2, load_newest, [n2.url, n1.url], "job-1") == [(40, True)] * 2
-        n1.wait_shards(6)  # of four steps three are kept: a shard of each, and a plan
+        n1.wait_shards(6)  # three of four steps are kept: one shard each, and a plan
         n2.wait_shards(3)
         assert request(n2.address, "DELETE", "/v1/cp/namespaces/job-1").status == 200
         assert request(n1.address, "GET", "/v1/cp/namespaces/job-1").status == 404
@@ -94,7 +94,7 @@ def test_lost_shard_fails_the_load_on_the_aws_server(ranks: RankPool) -> None:
 
 
 def test_job_rejoins_its_namespace_with_fewer_ranks(ranks: RankPool) -> None:
-    """The namespace says five ranks; the plan of two is what says that nothing is missing."""
+    """The namespace has five ranks; the plan of two ranks shows that nothing is missing."""
     with our_server() as address:
         urls = [f"http://{address}"] * 2
         assert request(address, "POST", "/v1/cp/namespaces/job-1?num_ranks=5").status == 200

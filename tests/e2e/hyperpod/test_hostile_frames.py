@@ -72,7 +72,7 @@ def send_frame(path: Path, frame: bytes) -> socket.socket:
 
 
 def is_answering(path: Path) -> bool:
-    """Whether the agent answers what it answers at once."""
+    """Return whether the agent answers a request that it answers at once."""
     with send_frame(path, encode_message("init") + encode_message("ckpt_info_get")) as sock:
         sock.settimeout(WAITS_S)
         frames = FrameDecoder()
@@ -89,7 +89,7 @@ def _serve(_say: Callable[[str], object], folder: str, address: str) -> None:
     from hyperpod_elastic_agent.ipc import server as ipc
     from hyperpod_elastic_agent.ipc.socket import HyperPodElasticAgentSocketServer as Socket
 
-    Socket._singleton_instance = None  # it was made with the import, in the process that this one was forked from
+    Socket._singleton_instance = None  # the import created it in the parent process
     ipc.BaseIPCSocketServer.socket_server = Socket()
     ended = threading.Event()
     threading.excepthook = lambda _: ended.set()
@@ -167,7 +167,7 @@ def test_job_survives_invalid_frames_and_an_unresponsive_agent(tmp_path: Path, z
         assert (job.last_status(spare).rank, job.last_status(spare).spare) == (2, True)
         waiting = job.rank_pids(spare)
 
-        # Strangers speak to both agents, and stay connected.
+        # Unknown clients send frames to both agents and stay connected.
         sockets = [socket_of(job.agent_pid(pod)) for pod in pods]
         strangers = [send_frame(path, frame) for path in sockets for frame in HARMLESS.values()]
         job.set_limit(3)

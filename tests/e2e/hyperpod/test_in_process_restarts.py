@@ -77,7 +77,7 @@ class InProcessJob:
         return self.wait_fault()
 
     def replace_pod(self, number: int, step: int) -> None:
-        """A pod is gone before it has done this step, and a spare takes its place."""
+        """Kill a pod before this step completes, and replace it with a spare."""
         lost = self.pods[number]
         lost.kill()
         self.set_limit(step + 1)
@@ -184,7 +184,7 @@ def test_faults_of_all_kinds_under_real_agents(agent_dir, tmp_path, zygote):
         assert not pids_of(third, "pod0") & pids_of(second)
         assert pids_of(third, "pod1") == pids_of(second, "pod1")
 
-        # A pod is lost, and with it the store at which all meet: the spare takes its place, warm.
+        # A pod is lost, and the rendezvous store with it: a warm spare takes its place.
         waiting = job.spares[0].ranks()
         job.replace_pod(0, step=at + 3)
         fourth = job.wait_step(at + 3)

@@ -1,4 +1,4 @@
-"""The agent, started with the DaemonSet's own arguments, does what the cluster's flag says."""
+"""The agent, started with the DaemonSet's arguments, follows the cluster's configuration flag."""
 
 import contextlib
 import json
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.e2e
 
 @pytest.fixture
 def node(agent_dir, tmp_path, monkeypatch):
-    """``node(Mode="Enable")``: the agent's process on a node of such a cluster."""
+    """Return ``node(Mode="Enable")``, which starts the agent on a node of such a cluster."""
     for name in [name for name in os.environ if name.startswith("TIEREDCKPT_")]:
         monkeypatch.delenv(name)
     labels = tmp_path / "labels"
@@ -74,7 +74,7 @@ def test_command_line_overrides_the_cluster_config(node, agent_dir):
 
 
 def update_config_map(folder, **flag):
-    """As Kubernetes puts a changed ConfigMap in place: one file after the other, each whole."""
+    """Replace the files of a ConfigMap one after the other, as Kubernetes does."""
     for name, value in flag.items():
         (folder / f".{name}").write_text(f"{value}\n")
         (folder / f".{name}").replace(folder / name)

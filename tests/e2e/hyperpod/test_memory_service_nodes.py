@@ -25,7 +25,7 @@ def test_damaged_and_absent_shards_are_distinguished() -> None:
             file.write(b"changed")
         answer = request(n1.address, "GET", SHARD)
         assert (answer.status, answer.body, answer.headers["shard-meta"]) == (200, body, "{}")
-        n1.wait_shards(1)  # it was fetched again
+        n1.wait_shards(1)  # n1 fetched the shard again
 
         n2.kill_agent()
         assert request(n1.address, "DELETE", NAMESPACE).status == 200

@@ -156,7 +156,7 @@ def test_operator_runs_a_single_machine_job_to_its_end(operator):
 
 
 def test_example_job_runs_to_its_end(operator):
-    """As its first line says, and the page of the operator; its memory is in the test's own folder."""
+    """The example runs as its first line shows, with its memory in the test's folder."""
     words = (ROOT / "examples" / "hyperpod_job.yaml").read_text()
     operator.job.write_text(words.replace("/dev/shm/example-hyperpod", str(operator.folder / "memory")))
     operator.place = SimDirectory("example", operator.folder / "sim")
@@ -191,7 +191,7 @@ def test_operator_adopts_external_agents_and_abandons_a_bad_node(tmp_path):
 
 
 def test_in_process_ranks_are_assigned_and_restarted(tmp_path):
-    """In-process agents: ranks by /update while they wait for them, and the same processes after a fault."""
+    """In-process ranks get their assignment from /update, and survive a fault."""
     operator = Operator(tmp_path, nproc=1)
     with running_agents(2, [IN_PROCESS, str(tmp_path)], folder=tmp_path / "pods", inprocess=True, ready=False) as pods:
         try:

@@ -30,7 +30,7 @@ FAR = 1_000
 
 
 class ProcessLevelRun:
-    """The folder that the ranks and the test share, and the pods."""
+    """The pods, and the folder that the ranks share with the test."""
 
     def __init__(self, folder: Path, pods: list[AgentPod]) -> None:
         self.folder, self.pods = folder, pods
@@ -212,7 +212,7 @@ def test_every_step_is_that_of_an_undisturbed_run(job, resized_job, tmp_path):
         assert (one["loss"], one["sum"]) == undisturbed[one["step"]]
 
 
-# -- loops that ask ---------------------------------------------------------------------------------------------------
+# -- loops that poll for a stop ---------------------------------------------------------------------------------------
 
 
 def stop_one_gracefully(job: ProcessLevelRun, act: str, signalled: Callable[[list[int]], bool]) -> list[dict[str, Any]]:
@@ -236,13 +236,13 @@ def rank_endings(job: ProcessLevelRun, act: str) -> list[dict[str, Any]]:
 
 
 def is_dead(pid: int) -> bool:
-    """Ended, whether or not its parent has asked how."""
+    """Return whether the process has ended, reaped or not."""
     stat = Path(f"/proc/{pid}/stat")
     return not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "Z"
 
 
 def signalled_ranks(job: ProcessLevelRun, act: str) -> list[str]:
-    """The ranks whose own handler was called."""
+    """Return the ranks whose own signal handler ran."""
     return sorted(path.name[-1] for path in job.folder.glob(f"{act}-heard-?"))
 
 

@@ -51,7 +51,7 @@ def test_new_pods_resume_the_job_and_may_be_requested_by_a_rank(tmp_path: Path, 
 
 
 def restart_in_new_processes(job: OperatedJob) -> list[Process]:
-    """A fault that the processes live through, and one after which they ask for others in their pods."""
+    """Cause two faults: the processes survive the first and are replaced in their pods after the second."""
     job.set_limit(2)
     first = job.wait_step(1, 1)
     pods = job.state.members

@@ -1,4 +1,4 @@
-"""A rank dies between two saves: with replicas nothing is lost, and no bit is different."""
+"""A rank dies between two saves; with replicas no step is lost, and no bit differs."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_second_death_during_hydration_is_survived(zygote, agent_dir, store):
 
 
 def test_ranks_hydrate_after_successive_faults(zygote, agent_dir, store):
-    """The second one finds what the first one left, and the steps after it."""
+    """The second recovery resumes from the first recovery's state and the steps after it."""
     ends = trained(zygote, store, 2, "ddp", "sgd", "3 forward;7 optimizer", [{}] * 4)
     assert worlds(ends, 1) == ["2", "live", "0", "live"]
     assert worlds(ends, 2) == ["7", "live", "0", "live"]

@@ -30,7 +30,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 
 class Agent:
-    """A running agent's HTTP side."""
+    """The HTTP client of a running agent."""
 
     def __init__(self, directory):
         self.directory = directory
@@ -241,7 +241,7 @@ def test_hanging_clients_do_not_block_others(agent_dir, agent):
             sock = open_sockets.enter_context(agent.connect())
             sock.sendall(b"GET /metrics HT")
         assert "arena_slots" in agent.get("/metrics")
-    stop_agent(agent_dir)  # in order, although they still hang
+    stop_agent(agent_dir)  # a graceful stop, although clients still hang
 
 
 def test_http_endpoint_can_be_disabled_or_moved(agent_dir, agent, monkeypatch):
@@ -273,7 +273,7 @@ def test_protected_step_is_the_same_in_metrics_and_status(agent_dir, agent, tmp_
         }
         store = ckpt.session.agent.store
         pins = []
-        while ckpt.save(state_at(9), 9).ok and len(pins) < 9:  # until every slot is being read
+        while ckpt.save(state_at(9), 9).ok and len(pins) < 9:  # until readers hold every slot
             ckpt.wait()
             pins += [store.pin(fact.key).id for fact in store.list_shards("kept")]
         wait_until(lambda: agent.status()["protected"]["kept"]["missed_saves"] == 1, "the skipped save is counted")
@@ -302,7 +302,7 @@ def test_event_log_and_goodput_match_the_protection_of_the_agent(agent_dir, agen
             ckpt.save(state_at(step), step).wait()
         store = ckpt.session.agent.store
         pins = []
-        while ckpt.save(state_at(9), 9).ok and len(pins) < 9:  # until every slot is being read
+        while ckpt.save(state_at(9), 9).ok and len(pins) < 9:  # until readers hold every slot
             ckpt.wait()
             pins += [store.pin(fact.key).id for fact in store.list_shards("kept")]
         wait_until(lambda: agent.status()["protected"]["kept"]["missed_saves"] == 1, "the skipped save is counted")

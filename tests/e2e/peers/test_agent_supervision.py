@@ -81,10 +81,10 @@ def end_own_agent(job):
     with Checkpointer(job, on_sigterm="ignore") as ckpt:
         ckpt.restore(zeros_like_state(sharded(0)))
         ckpt.save(sharded(5), 5).wait(timeout_s=60)
-        ckpt.session.slots.wait_until_prepared()  # which needs one, too
+        ckpt.session.slots.wait_until_prepared()  # which also needs an agent
         ckpt.session.add_metrics(saves=0)
         stop_agent(agent_directory(), signal.SIGTERM)
-        ckpt.session.add_metrics(saves=1)  # by a thread that was a moment slower
+        ckpt.session.add_metrics(saves=1)  # like a thread that finishes a moment later
         wait_until(lambda: len(noticed.said) > 1 or agent_pid(agent_directory()), "it is missed, and looked for again")
         assert agent_pid(agent_directory()) is None
         assert not (agent_directory() / "agent.sock").exists()

@@ -23,7 +23,7 @@ SAVING = {
     "replica.committed": 1,
     "peer.replicated": 1,
 }
-"""Each point that is passed while a version gets its copies, and how often before the kill."""
+"""Each point of a replication, and the number of the pass that kills the agent."""
 LOST = ("peer.sending", "peer.receiving", "peer.replicated")
 OTHERS = ("peer.repairing", "peer.reading")
 NAMES = ("n1", "n2", "n3")
@@ -122,7 +122,7 @@ def test_agent_killed_while_replicating_for_a_lost_node():
     """n3 is lost, and the holder of its replica dies while it sends that to the last node."""
     partners = place_replicas([PeerNode(validate_node_id(name), "") for name in NAMES], copies=2).partners
     (heir,) = partners[validate_node_id("n3")]
-    first_again = 1 + SIZE // MIB + 1  # it has sent all chunks of its own shard before
+    first_again = 1 + SIZE // MIB + 1  # after all chunks of its own shard
     with agent_job(*NAMES, crash_at={heir: f"peer.sending:{first_again}"}) as job:
         job.save(1)
         job.wait_replicated(1)
@@ -154,7 +154,7 @@ def test_reader_continues_from_the_other_copy_when_an_agent_is_killed(job):
     start_with_crash_point(job, other, "peer.reading", 4)
     wait_until(lambda: other in job.holders(large), "its copy is adopted")
     with job.prepared_read(large, [other, "n1"]) as read:
-        job["n1"].suspend_agent()  # until the other one is dead, nothing comes from here
+        job["n1"].suspend_agent()  # n1 sends nothing until the other agent is dead
         with ThreadPoolExecutor(1) as aside:
             reading = aside.submit(read)
             job[other].wait_agent_ended()

@@ -80,7 +80,7 @@ def wait_for_a_stopped_agent(job, url):
         view = node.list_steps(job).views[-1]
         key = ckpt._queue.last_sealed
         pid = agent_pid(Path(os.environ["TIEREDCKPT_AGENT_DIRECTORY"]))
-        ckpt.session.stop_watching_agent()  # else there would soon be another one
+        ckpt.session.stop_watching_agent()  # otherwise this rank would start another agent
         dist.barrier()
         stop_process(pid)
         said = {}
@@ -137,7 +137,7 @@ def test_every_wait_on_a_stopped_agent_times_out_with_a_reason(ranks, tmp_path, 
 
 def check_that_every_wait_said_why(pid, said):
     late = {name: seconds for name, (seconds, _) in said.items() if seconds > 2.0 + 1.0 + 2.0}
-    assert late == {}, said  # a second for the way there and back, and two that a busy machine may take
+    assert late == {}, said  # one second for the round trip, and two for a busy machine
     found = {name: text for name, (_, text) in said.items()}
     assert found.pop("known") == repr(SaveState.DURABLE), "nobody has to be asked for that"
     assert found.pop("all durable") == "False"

@@ -66,7 +66,7 @@ def test_trickling_source_costs_only_its_share(size):
         with job.prepared_read(large, ["n2", "n1"]) as read:
             read.peers["n2"].close()
             read.peers["n2"] = PeerClient(TcpTransport(), f"127.0.0.1:{line.port}", read.peers["n1"]._credentials)
-            data, pulled = reads.submit(read).result(240)  # at its pace it would take days
+            data, pulled = reads.submit(read).result(240)  # from the slow source alone it would take days
         assert data == shard_content(large, size)
         assert pulled.failed == {}
         assert pulled.bytes_from["n1"] > 0.75 * size

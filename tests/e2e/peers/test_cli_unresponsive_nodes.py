@@ -18,7 +18,7 @@ pytestmark = pytest.mark.e2e
 
 @pytest.fixture
 def halves(cluster, monkeypatch):
-    """A step of which each of two nodes has one half; this process is on the first."""
+    """Put one half of a step on each of two nodes, and use the first node's agent."""
     cluster.run(["n1", "n2"], save, [7], 1, environ=ONCE)
     for name, value in cluster["n1"].environ.items():
         monkeypatch.setenv(name, value)

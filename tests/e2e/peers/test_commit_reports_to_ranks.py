@@ -68,7 +68,7 @@ def test_older_steps_are_evicted_once_a_step_is_complete_on_all_nodes(ranks, way
         for ends, here, whole, found in cluster.run(["n1", "n2"], saves, {}, environ=WAYS[way]):
             assert ends == [SaveState.SEALED.name] * STEPS
             assert max(Counter(part for part, _ in here).values()) <= 4
-            assert whole >= STEPS - 1 - (way == "apart")  # where the next save says it
+            assert whole >= STEPS - 1 - (way == "apart")  # without peers, a node learns it at the next save
             assert found == (STEPS - 1, STEPS - 1)
 
 
@@ -79,5 +79,5 @@ def test_ranks_on_several_nodes_that_skip_different_steps_have_slots(ranks, way)
         for ends, here, whole, found in cluster.run(["n1", "n2"], saves, left_out, environ=WAYS[way]):
             assert ends[-3:] == [SaveState.SEALED.name] * 3
             assert not {version for _, version in here} & set(range(3, 9))
-            assert whole >= STEPS - 1 - (way == "apart")  # where the next save says it
+            assert whole >= STEPS - 1 - (way == "apart")  # without peers, a node learns it at the next save
             assert found == (STEPS - 1, STEPS - 1)

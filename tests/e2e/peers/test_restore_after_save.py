@@ -21,9 +21,7 @@ def save_and_go_on(job):
     found = []
     with Checkpointer(job, on_sigterm="ignore") as ckpt:
         for step in (1, 2, 3):
-            found.append(
-                ckpt.restore(zeros_like_state(state_of(0)))
-            )  # looks at all nodes, a moment before there is news
+            found.append(ckpt.restore(zeros_like_state(state_of(0))))  # queries all nodes just before the next save
             ckpt.save(state_of(step), step).wait()
             dist.barrier()
             state = zeros_like_state(state_of(0))

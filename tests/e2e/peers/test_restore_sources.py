@@ -19,7 +19,7 @@ def bytes_of(state):
 
 @pytest.mark.parametrize("where", [["n1", "n2", "n3", "n4"], ["n4", "n2"]], ids=["3 to 4", "3 to 2"])
 def test_a_rank_on_a_new_node_reads_its_ranges_from_the_others(cluster, where):
-    """Another world size and an empty arena: every rank gets its own rows, and hardly a byte more."""
+    """With another world size and an empty arena, every rank reads little more than its own rows."""
     cluster.run(NAMES, save, [5], 3, environ={"TIEREDCKPT_PEER_COPIES": "3"})
     if "n3" not in where:
         cluster["n3"].lose()
@@ -57,7 +57,7 @@ def save_durably(job, step):
 
 
 def restore_alone(job, step):
-    """All of it in one process, without any sharding."""
+    """Restore the unsharded state in one process."""
     with Checkpointer(job, on_sigterm="ignore") as ckpt:
         expected = {**full(step), "same": torch.arange(100) * step, "step": step}
         state = zeros_like_state(expected)

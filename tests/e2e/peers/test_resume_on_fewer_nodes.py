@@ -22,7 +22,7 @@ NAMES = ["n1", "n2", "n3", "n4"]
 def test_job_resumes_after_half_of_the_nodes_leave(ranks):
     with make_cluster(ranks, *NAMES, labels=lambda name: f"rack=r{name[1:]}") as cluster:
         assert cluster.run(NAMES, save, [5, 6]) == ["2 copies in 2 racks"] * 4
-        stay = ["n4", "n1"]  # n2 and n3 keep each other's copies
+        stay = ["n4", "n1"]  # n2 and n3 hold each other's replicas
         for tiers, _ in cluster.run(stay, restore, 6):
             assert set(tiers) == {"memory", "peer"}
         assert cluster.run(stay, save, [7]) == ["2 copies in 2 racks"] * 2
@@ -95,7 +95,7 @@ def standing(cluster, asked, node):
 
 @contextlib.contextmanager
 def supervised(cluster, *names):
-    """The supervisors' part of these nodes, in this process."""
+    """Start the supervisors' agent processes of these nodes in this process."""
     agents = [MemoryTierProcess({**os.environ, **cluster[name].environ}) for name in names]
     try:
         for agent in agents:

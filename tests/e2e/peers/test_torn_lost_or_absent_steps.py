@@ -26,7 +26,7 @@ pytestmark = pytest.mark.e2e
 
 
 def killed_in_its_first_save(job, step):
-    """The second rank ends before it has sealed anything, the first one once it has sealed its part."""
+    """Kill rank 1 before its seal, and rank 0 after its own."""
     seal = Session.seal
 
     def dies(*args, **more):
@@ -134,7 +134,7 @@ def lost(job):
 
 
 def test_once_complete_step_is_lost_even_for_later_agents(ranks, capsys):
-    """One node is lost; the agents of the others died since, and a node comes that knows nothing."""
+    """One node is lost, the other agents restart, and a new node joins."""
     with make_cluster(ranks, "n1", "n2", "n3") as cluster:
         alone = {"TIEREDCKPT_PEER_COPIES": "1"}
         cluster.run(["n1", "n2", "n3"], save, [5, 6], 1, environ=alone)

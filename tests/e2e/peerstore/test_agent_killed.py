@@ -35,7 +35,7 @@ WORKING = {
     "agent.deleted": [1, 2, 5],
     "agent.dropped": [1],
 }
-"""Each point, and the times it is passed before the kill."""
+"""Each point, and the numbers of the passes that kill the agent."""
 STARTING = ["agent.recovering", "agent.recovered"]
 PARTS = (0, 1)
 
@@ -55,7 +55,7 @@ def size_of(of):
 
 
 def work(client, versions, sealed):
-    """Save versions with two writers: slots are reused or grow, versions are superseded and forgotten."""
+    """Save versions with two writers: slots are reused or grown, versions are superseded and deleted."""
     client.claim("job", "a")
     client.put_blob("job", "settings", b"kept")
     for version in versions:
@@ -69,7 +69,7 @@ def work(client, versions, sealed):
         client.mark_committed("job", shard_key(version).version_id)
     sealed[:] = [of for of in sealed if of.version != versions[-1]]
     client.delete_versions("job", [shard_key(versions[-1]).version_id])
-    lease = client.lease(shard_key(versions[-1], 0, attempt=1), 58 * MIB, 2)  # another writer's free slot makes room
+    lease = client.lease(shard_key(versions[-1], 0, attempt=1), 58 * MIB, 2)  # evicts another writer's free slot
     client.release(lease.id)
 
 
@@ -87,7 +87,7 @@ def check(client, sealed):
 
 
 def assert_usable(client):
-    """A store that was killed can still be used to the full, by the next incarnation and by this one."""
+    """Check that both incarnations can still use the whole store."""
     epoch = client.claim("job", "b")
     for version in range(90, 93):
         for part in PARTS:

@@ -109,7 +109,7 @@ def test_eight_concurrent_starters_share_an_agent_that_outlives_them(directory, 
             say(one)
             assert one.wait(20) == 0
         while client.status().jobs[0].clients > 1:
-            pass  # the agent notices one after the other
+            pass  # the agent notices one exit after the other
         save_shard(client, shard_key())
         assert load_shard(client, shard_key()) == shard_content(shard_key(), MIB)
     wait_process_ended(pid)  # no client is connected, and the job has expired
@@ -348,7 +348,7 @@ except PeerStoreError as error:
 @pytest.mark.system
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
 def test_another_user_is_refused(directory):
-    """The directory's mode keeps others out; were it opened, the socket's peer credentials would."""
+    """The directory's mode refuses other users; the socket's peer credentials do so, too."""
     with store_agent(directory, "--budget", "64MiB") as agent:
         assert agent.wait_ready()
 
@@ -383,7 +383,7 @@ def small_tmpfs(tmp_path):
 
 
 def fill_up(place):
-    """A file that takes all that is free."""
+    """Return a file that occupies all free space."""
     path = place / "somebody else"
     fd = os.open(path, os.O_WRONLY | os.O_CREAT)
     with contextlib.suppress(OSError):
@@ -396,7 +396,7 @@ def fill_up(place):
 
 @pytest.mark.system
 class TestSmallTmpfs:
-    """The file system is smaller than the budget: errors, never SIGBUS."""
+    """A file system smaller than the budget: errors, never SIGBUS."""
 
     def test_slot_larger_than_the_file_system_is_refused_with_advice(self, small_tmpfs):
         with store_agent(small_tmpfs / "a", "--budget", "1GiB") as agent, agent.client(retry_s=20) as client:

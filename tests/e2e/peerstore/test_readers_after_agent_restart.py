@@ -46,7 +46,7 @@ def directory():
 
 
 class Reader:
-    """A process in the middle of reading a shard."""
+    """A process that has read half of a shard."""
 
     def __init__(self, directory, version, *how):
         command = [sys.executable, "-c", READER, str(directory), str(version), *how]
@@ -62,7 +62,7 @@ class Reader:
 
 @pytest.mark.parametrize("size", [MIB, SIZE, SIZE + MIB], ids=["smaller", "as large", "larger"])
 def test_restarted_agent_never_overwrites_data_of_an_active_reader(directory, size):
-    """Every slot that the successor could take is written, several times."""
+    """The successor writes every slot that it could reuse, several times."""
     with store_agent(directory, *BUDGET) as agent:
         with agent.client(retry_s=20) as client:
             for version in (1, 2):

@@ -74,7 +74,7 @@ def test_cache_survives_a_kill_at_any_point(zygote, directory, log, point):
         assert file_names(cache.directory) == [
             *(f"{index:020d}.batch" for index in there),
             "tally",
-        ]  # and nothing half-made
+        ]  # and no partial file
         for index in there:
             assert cache.lookup(index).batch == batch_of(index)
         assert cache.counts.damaged == 0
@@ -132,7 +132,7 @@ def test_restarted_trainer_finds_all_prepared_batches(zygote, directory, log, wo
     running.wait_line("read")
     running.kill()
     running.wait()
-    wait_processes_ended(preparer_pids(log))  # workers end with their trainer, after the batch they are at
+    wait_processes_ended(preparer_pids(log))  # workers end after their current batch
     with open_cache(directory) as cache:
         there = cache.cached_indices()
     assert set(range(5)) <= set(there) <= set(range(11))  # the five batches that were read, and up to six ahead

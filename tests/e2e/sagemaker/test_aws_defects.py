@@ -39,10 +39,10 @@ pytest.importorskip("amzn_sagemaker_checkpointing")
 pytestmark = pytest.mark.e2e
 ROWS = 6
 JOB = "job"
-"""Of this test alone: the tests share an agent."""
+"""The job of the current test, because the tests share an agent."""
 
 
-# -- what the ranks run ---------------------------------------------------------------------------------------
+# -- functions for the ranks ----------------------------------------------------------------------------------
 
 
 def state(step):
@@ -72,7 +72,7 @@ def outcome(reader):
 
 
 class Fails(DefaultSavePlanner):
-    """The last rank cannot say what it would write."""
+    """A planner that fails on the last rank."""
 
     def resolve_data(self, write_item):
         if dist.get_rank() == dist.get_world_size() - 1:
@@ -88,7 +88,7 @@ def save(make, steps, *, planner=None, **how):
 
 
 def aws(url, endpoint="", **more):
-    """AWS's library, pointed at a server: its writer for a step, and its reader."""
+    """Return a function for AWS's writers at a step, and one for its readers."""
     aws_library.use_servers(url, endpoint)
     config, writer, reader = aws_library.library_classes()
     of = config(**{"namespace": JOB, "world_size": dist.get_world_size(), **more})
@@ -96,7 +96,7 @@ def aws(url, endpoint="", **more):
 
 
 def ours(**more):
-    """The same of the classes of these names that are ours."""
+    """Return the same functions for this package's classes of the same names."""
     of = SageMakerCheckpointConfig(**{"namespace": JOB, "world_size": dist.get_world_size(), **more})
     return (
         lambda step: SageMakerTieredStorageWriter(of, step=step),
@@ -148,7 +148,7 @@ class Server:
 
 @pytest.fixture(scope="module")
 def agent():
-    """One for all of these tests: none of them ends it."""
+    """Share one agent between these tests, none of which ends it."""
     with agent_directory() as directory, pytest.MonkeyPatch.context() as patch:
         patch.setenv("TIEREDCKPT_AGENT_DIRECTORY", str(directory))
         patch.setenv("TIEREDCKPT_AGENT_BUDGET", "2GiB")
@@ -217,7 +217,7 @@ def on(ranks, job):
 
 
 def is_step(found, step, world=2):
-    """Every rank loaded that step, all of it."""
+    """Check that every rank loaded the complete step."""
     whole = (torch.arange(2.0 * ROWS).view(ROWS, 2) + step).tolist()
     assert found == [(step, {"w": whole, "n": step, "t": [float(step)]})] * world
 
@@ -229,7 +229,7 @@ def failed(found, kind=Exception):
     assert all(isinstance(error, kind) for error in errors), errors
 
 
-# -- a to c: the world ----------------------------------------------------------------------------------------
+# -- a to c: world sizes --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("world", [1, 3])
@@ -249,17 +249,17 @@ def test_b_another_world_reads_s3(on, server, agent_dir, moto, s3):
 
 
 def test_c_world_size_may_be_the_data_parallel_size(on, server, agent_dir):
-    """Two ranks of one replica: AWS's metadata overwrites what rank 1 wrote."""
+    """Two ranks of one replica: AWS's metadata overwrites that of rank 1."""
     on(2, aws_saves, [1], server.url, world_size=1)
     found = on(2, aws_loads, server.url, world_size=1)
-    assert [step for step, _ in found] == [1, 1]  # success, and half of it zeros
+    assert [step for step, _ in found] == [1, 1]  # success, but half of the values are zeros
     with pytest.raises(AssertionError):
         is_step(found, 1)
     on(2, we_save, [1], world_size=1)
     is_step(on(2, we_load, world_size=1), 1)
 
 
-# -- d to g: which step, and all of it ------------------------------------------------------------------------
+# -- d to g: the newest complete step -------------------------------------------------------------------------
 
 
 def load_with_one_rank_disconnected(which, url, endpoint, more):
@@ -291,7 +291,7 @@ def test_f_a_short_blob_is_not_success(on, server, agent_dir, how):
     rank, blob = next((rank, blob) for rank in (0, 1) if (blob := server.blob(rank, 2)).count(b"PK\x05\x06") > 1)
     server.replace(rank, 2, blob[: blob.index(b"PK\x05\x06") + 22] if how == "cut" else b"")
     found = on(2, aws_loads, server.url)
-    assert [step for step, _ in found] == [2, 2]  # success, and zeros
+    assert [step for step, _ in found] == [2, 2]  # success, but all values are zeros
     with pytest.raises(AssertionError):
         is_step(found, 2)
     is_step(on(2, we_load, memory_url=server.url), 1)
@@ -343,7 +343,7 @@ def test_i_step_zero_and_any_coordinator(on, server, agent_dir, moto, s3, step, 
 
 
 def save_with_stopped_clock(which, url):
-    """The clock stands still, as a coarse one does."""
+    """Save while the clock stands still, as a coarse clock may."""
     real, time.time = time.time, lambda: 1000.0
     try:
         make = aws(url)[0] if which == "aws" else ours()[0]
@@ -362,7 +362,7 @@ def test_j_a_save_that_takes_no_time(on, server, agent_dir):
 
 
 def test_k_a_namespace_of_another_size(on, server, agent_dir):
-    """One was made for one rank, and two use it: AWS's library compares nothing."""
+    """One rank made the namespace and two use it; AWS's library does not check the size."""
     on(1, aws_saves, [1], server.url)
     on(2, aws_saves, [2], server.url)
     is_step(on(1, aws_loads, server.url), 1, 1)  # AWS's library takes a shard for step 2's metadata
@@ -370,11 +370,11 @@ def test_k_a_namespace_of_another_size(on, server, agent_dir):
     is_step(on(2, we_load, memory_url=server.url), 2)
 
 
-# -- l, m: what is kept ---------------------------------------------------------------------------------------
+# -- l, m: retention ------------------------------------------------------------------------------------------
 
 
 def we_save_through_failures():
-    """And the next good one finds a slot."""
+    """Check that failed saves keep the last good step, and that the next good save finds a slot."""
     make, read = ours()
     save(make, [1])
     save(make, [2, 3, 4], planner=Fails)
@@ -405,7 +405,7 @@ def test_m_view_stores_only_its_elements(on, server, agent_dir):
     assert on(1, save_a_view, "ours", "")[0] < 1 << 16
 
 
-# -- beyond the letters ---------------------------------------------------------------------------------------
+# -- defects without a letter ---------------------------------------------------------------------------------
 
 
 class Runs:

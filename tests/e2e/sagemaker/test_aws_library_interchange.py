@@ -1,4 +1,4 @@
-"""Checkpoints cross between AWS's own library and this one, in both directions, bit for bit."""
+"""AWS's own library and this one read each other's checkpoints bit for bit."""
 
 import contextlib
 import json
@@ -43,7 +43,7 @@ def service():
 
 @pytest.fixture
 def s3(moto, monkeypatch, tmp_path):
-    """Where both libraries find S3; a prefix of this test's own."""
+    """Point both libraries to S3 with a prefix for this test."""
     for name, value in {
         "TIEREDCKPT_DURABLE_OPTIONS": f"endpoint={moto.endpoint},region=us-east-1",
         "AWS_ENDPOINT_URL": moto.endpoint,
@@ -107,7 +107,7 @@ def test_aws_checkpoint_is_read_by_any_world(agent_dir, ranks, service, moto, s3
         assert_same_bits(saved, found)
 
 
-# -- one process: the rest of the ways ------------------------------------------------------------------------
+# -- one process: other paths ---------------------------------------------------------------------------------
 
 
 STATE = {"w": torch.arange(24.0).view(4, 6), "b": torch.linspace(-1, 1, 3).bfloat16(), "deep": {"n": 7, "t": (1, "a")}}
@@ -123,7 +123,7 @@ def save_by_aws(steps, url, endpoint, base, layout, more):
 
 @pytest.fixture
 def aws_saves(ranks, service, moto):
-    """AWS's library in a process of its own: it leaves connections open."""
+    """Save with AWS's library in another process, because it leaves connections open."""
 
     def save(*steps, base="", layout="default", **more):
         ranks.run(1, save_by_aws, steps, service.url, moto.endpoint, base, layout, more)
@@ -221,7 +221,7 @@ def test_step_written_in_aws_format_is_read_by_aws_library(ranks, service, moto,
 
 
 def test_our_memory_service_and_its_token(agent_dir):
-    """Written to it in AWS's format, read out of it again, by who shows the token."""
+    """A checkpoint written to this project's service in AWS's format is read with the token."""
     with our_server(access=TokenCheck(b"token-of-a-test")) as address:
         config = SageMakerCheckpointConfig("job", 1, memory_url=f"http://{address}", memory_token="token-of-a-test")
         dcp.save(shifted(3), storage_writer=SageMakerFormatWriter(config, step=3), no_dist=True)
@@ -234,7 +234,7 @@ def test_our_memory_service_and_its_token(agent_dir):
 
 
 def test_damage_inside_s3_falls_back_to_an_older_step(agent_dir, ranks, aws_saves, moto, s3):
-    """Bytes of the right number, and not the right ones: AWS's library compares nothing."""
+    """Bytes in S3 change without a change of size; AWS's library does not check them."""
     aws_saves(1, 2, base=s3)
     bucket, _, prefix = s3.removeprefix("s3://").partition("/")
     key = f"{prefix}/job/rank_0/step_2/checkpoint.pt"
@@ -253,7 +253,7 @@ def test_damage_inside_s3_falls_back_to_an_older_step(agent_dir, ranks, aws_save
 
 
 def test_convert(agent_dir, service, aws_saves, s3, tmp_path, capsys):
-    """From memory and from S3, into a durable tier and into a plain folder; verified, and loaded again."""
+    """From memory and from S3, into a durable tier and a plain folder, then verified and loaded."""
     aws_saves(1, 2, base=s3)
     sources = {f"{service.url}/job": 2, f"{s3}/job": 2, f"{s3}/job/step_1": 1}
     for number, (source, step) in enumerate(sources.items()):

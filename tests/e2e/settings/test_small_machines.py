@@ -22,7 +22,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 @pytest.fixture
 def mounted(tmp_path):
-    """Mounts a tmpfs of a given size; unmounts it when the agent in it has ended."""
+    """Return a function that mounts a tmpfs of a given size until its agent has ended."""
     places = []
 
     def mount(size):
@@ -51,7 +51,7 @@ def fill(path):
             try:
                 os.posix_fallocate(file.fileno(), size, blocks * free.f_frsize)
             except OSError as error:
-                if error.errno != errno.ENOSPC:  # else fewer blocks are free by now
+                if error.errno != errno.ENOSPC:  # otherwise another process took some blocks
                     raise
             else:
                 size += blocks * free.f_frsize

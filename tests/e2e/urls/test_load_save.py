@@ -40,7 +40,7 @@ def state_at(step):
 
 
 def in_order(value):
-    """The order of a dictionary's keys is nothing that a checkpoint keeps."""
+    """Return a value with sorted keys, because a checkpoint does not keep their order."""
     return {key: in_order(value[key]) for key in sorted(value)} if isinstance(value, dict) else value
 
 
@@ -111,7 +111,7 @@ def save_sharded():
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     whole = torch.arange(12.0).view(6, 2)
     tieredckpt.save("sharded", {"m": {"t": distribute_tensor(whole, mesh, [Shard(0)])}, "n": 1}, 4)
-    found = tieredckpt.load("sharded") if dist.get_rank() == 1 else None  # one alone, without the others
+    found = tieredckpt.load("sharded") if dist.get_rank() == 1 else None  # rank 1 alone
     return found is None or (torch.equal(found["m"]["t"], whole) and found["n"] == 1)
 
 

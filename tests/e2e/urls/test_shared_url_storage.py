@@ -101,7 +101,7 @@ def test_step_saved_one_way_is_listed_and_loaded_by_the_others(saved, loaded):
 
 @pytest.mark.parametrize("way", WAYS)
 def test_framework_finds_its_newest_step(way):
-    """torchtitan's and others' way: list, match, and see whether there is a ``.metadata``."""
+    """torchtitan and others list the folder, match names, and look for a ``.metadata`` file."""
     job = f"newest-{way}"
     folder = f"tiered://{job}"
     fs, _ = fsspec.core.url_to_fs(folder)
@@ -227,7 +227,7 @@ def test_process_continues_from_the_step_it_loaded(zygote):
 
 
 def test_resume_points_of_killed_processes_are_dropped():
-    """The latest ones are kept: processes of other namespaces only seem to be gone."""
+    """The newest are kept, because processes of other namespaces may only seem dead."""
     save("url", "killed", 1)
     store = open_session("killed", load_settings()).agent.store
     for started in range(100):
@@ -243,7 +243,7 @@ def end_dcps_process():
     from torch.distributed.checkpoint import _async_process_executor as executor
 
     daemon, executor._CHECKPOINT_PROCESS = executor._CHECKPOINT_PROCESS, None
-    del daemon  # ends it
+    del daemon  # ends the process
 
 
 def save_by_process(steps):
@@ -271,7 +271,7 @@ def test_url_mistaken_for_a_path_is_refused(tmp_path, monkeypatch):
     with tieredckpt.enable_urls(), pytest.raises(CheckpointException, match="checkpoint_id="):
         dcp.save({}, storage_writer=FileSystemWriter("tiered://mangled/step-1"), no_dist=True)
     assert not list(tmp_path.iterdir())
-    Path("tiered://mangled/step-1").mkdir(parents=True)  # as os.makedirs does
+    Path("tiered://mangled/step-1").mkdir(parents=True)  # like os.makedirs
     with pytest.raises(CheckpointException) as failure:
         save("objects", "mangled", 1)
     assert isinstance(failure.value.failures[0][0], UsageError)

@@ -210,7 +210,7 @@ def test_unfinished_saves_release_their_slots(agent_dir):
     for step in range(1, 8):
         write_a_file(space, step)
     assert here() == {6, 7}
-    write_a_file(StepFileSpace("job"), 3, "__1_0.distcp")  # of another process, that has gone back
+    write_a_file(StepFileSpace("job"), 3, "__1_0.distcp")  # from another process that has rolled back
     assert here() == {7, 3}
     save(4)
     load(4)

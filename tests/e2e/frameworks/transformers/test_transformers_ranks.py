@@ -12,7 +12,7 @@ from tieredckpt import Checkpointer
 
 pytestmark = pytest.mark.e2e
 TWO = {"per_device_train_batch_size": 2}
-"""Each rank's part of a step of four samples."""
+"""Each rank's share of a step of four samples."""
 
 
 def run_ranks(zygote, size, *args, environ=None):

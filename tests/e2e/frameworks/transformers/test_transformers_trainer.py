@@ -1,4 +1,4 @@
-"""The Transformers ``Trainer`` in the tiers: killed and started again, it continues bit for bit."""
+"""The Transformers ``Trainer`` with tiers, killed and restarted, continues bit for bit."""
 
 import signal
 from pathlib import Path
@@ -31,12 +31,12 @@ EPOCHS = {
     "logging_steps": 3,
     "eval_strategy": "epoch",
 }
-"""Four steps an epoch, log entries that span saves and the end of an epoch."""
+"""Four steps per epoch, with log entries that span saves and the end of an epoch."""
 
 
 @pytest.fixture(scope="module")
 def in_fresh_tiers(zygote, tmp_path_factory):
-    """Run a training alone, with an agent of its own, once for all tests that compare with it."""
+    """Run a training once per set of options, with a separate agent, for all tests to compare with."""
     done = {}
 
     def run(*options):
