@@ -90,7 +90,7 @@ def test_an_interrupted_benchmark_leaves_nothing(tmp_path):
         return [folder for folder in mine if list(folder.glob("elastic-0/diary/*.jsonl"))]
 
     with one:
-        mine = wait_until(is_going, "ranks are started", 300.0)
+        mine = wait_until(is_going, "the ranks run", 300.0)
         assert any(b"benchmarks.resize_trainer" in command for _, command in processes_about(tmp_path))
         one.terminate()
         assert one.wait(120) == 128 + signal.SIGTERM

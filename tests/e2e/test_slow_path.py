@@ -46,7 +46,7 @@ def until_reset(sock):
             got += len(block)
     except ConnectionResetError:
         return got
-    pytest.fail("it ended in order")
+    pytest.fail("the connection closed without a reset")
 
 
 def in_background(sock, content):
@@ -167,4 +167,4 @@ def test_startup_failure_is_raised():
         raise PermissionError("may not enter")
 
     with pytest.raises(PermissionError, match="may not enter"), SlowPath(None, enter=refuse):
-        pytest.fail("it began")
+        pytest.fail("the proxy started")

@@ -93,7 +93,7 @@ def test_cluster_tables_show_the_status(healthy_cluster, run_on):
     def status_lines():
         return run_on(healthy_cluster, "status", "--cluster").out.splitlines()
 
-    wait_until(lambda: "protected up to step 7" in status_lines(), "the first node has heard that step 7 is settled")
+    wait_until(lambda: "protected up to step 7" in status_lines(), "the first node knows that step 7 is replicated")
     lines = status_lines()
     assert lines[0].startswith(f"{healthy_cluster.job}  2 copies wanted")
     assert lines[1] == "n1 sees 3 of 3 nodes: n1, n2, n3"

@@ -88,7 +88,7 @@ def test_a_bucket(cli, agent_dir, moto, monkeypatch):
         )  # moto's clock starts in 2010
         assert said.code == 0
         assert [one["step"] for one in said.json["deleted"]] == [1]
-        assert said.json["discarded_uploads"] == 0, "it may still be going on"
+        assert said.json["discarded_uploads"] == 0, "the upload may still be in progress"
         said = cli("gc", job.name, "--abandoned-after", "0", "--json")
         assert said.json["discarded_uploads"] == 1
         assert client.list_multipart_uploads(Bucket=BUCKET, Prefix=prefix).get("Uploads", []) == []
@@ -248,9 +248,7 @@ def test_gc_finds_shards_with_hashed_keys_when_configured(
     (index,) = (root / "llama" / "steps" / f"{1:012d}").rglob("*.index")
     index.unlink()  # the agent was killed before it wrote the index
     make_older(root, 48)
-    assert steps_without_manifest(cli("gc", "llama", *store_options, "--json")) == {}, (
-        "nobody says that they are spread"
-    )
+    assert steps_without_manifest(cli("gc", "llama", *store_options, "--json")) == {}, "no index lists the parts"
     monkeypatch.setenv("TIEREDCKPT_DURABLE_HASHED_KEYS", "1")
     assert steps_without_manifest(cli("gc", "llama", *store_options, "--json"))[1] == (
         True,

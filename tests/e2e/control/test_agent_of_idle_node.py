@@ -71,7 +71,7 @@ def test_unused_agent_is_replaced(end):
     with started() as (agent, pid):
         os.kill(pid, end)
         directory = agent.kept_directory
-        wait_until(lambda: agent_pid(directory) not in (None, pid), "there is another one")
+        wait_until(lambda: agent_pid(directory) not in (None, pid), "another agent runs")
         wait_process_ended(pid)
         agent.shut_down()
 
@@ -102,7 +102,9 @@ def test_stopped_agent_is_not_restarted(caplog):
         directory = agent.kept_directory
         with caplog.at_level(logging.DEBUG, "peerstore.server.agent_launcher"):
             stop_agent(directory)
-            wait_until(lambda: len(caplog.records) > 1 or agent_pid(directory), "it is missed, and looked for again")
+            wait_until(
+                lambda: len(caplog.records) > 1 or agent_pid(directory), "the supervisor notices the missing agent"
+            )
         assert agent_pid(directory) is None
 
 
@@ -121,7 +123,7 @@ def test_ranks_leave_the_agent_to_their_supervisor():
         assert b"BlockingIOError" in rank.stderr, rank.stderr
         agent.close()
         rank = subprocess.run([sys.executable, "-c", LOOKS_AFTER, str(lock)], capture_output=True, check=False)
-        assert rank.returncode == 0, "it is theirs when the supervisor has ended"
+        assert rank.returncode == 0, "the ranks may restart the agent after the supervisor's end"
 
 
 @pytest.mark.parametrize("own", [True, False])

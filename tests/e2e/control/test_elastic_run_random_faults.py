@@ -104,12 +104,12 @@ class RandomFaultRun:
                 one.node == node and one.state != "disconnected" and one.last_heartbeat_s < ago_s for one in nodes
             )
 
-        wait_until(heard, f"{node} is heard of")
+        wait_until(heard, f"{node} sends heartbeats")
 
     def end(self) -> None:
         wait_until(
             lambda: "error" not in self.job.run_json("resize", "--nodes", "max"),
-            "the coordinator is asked for all nodes",
+            "the coordinator accepts the resize",
         )
         for path in self.job.folder.glob("fault-*"):  # of a node that was in no world afterwards
             path.unlink(missing_ok=True)

@@ -142,7 +142,7 @@ def test_agent_of_a_killed_supervisor_ends_with_the_job(job: ElasticRun) -> None
     for pid in job.pids('"type":"node"', '"node":"n1"'):
         kill(pid)
     job.wait_world(1, after=before[0]["epoch"])
-    assert process_start_time(agent) >= 0, "what it has may be needed"
+    assert process_start_time(agent) >= 0, "the agent's data may be needed"
     job.finish()
     assert job.wait_ended(run) == 0
     wait_process_ended(agent)

@@ -68,4 +68,4 @@ def test_secret_is_private_and_removed_with_the_job(job):
     assert stat.S_IMODE(secret.parent.stat().st_mode) == 0o700
     job.finish()
     assert [job.wait_ended(run) for run in runs] == [0, 0]
-    wait_until(lambda: not [*secret.parent.iterdir()], "nothing is left of the secret")
+    wait_until(lambda: not [*secret.parent.iterdir()], "the secret is deleted")

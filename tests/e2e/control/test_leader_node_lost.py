@@ -50,7 +50,7 @@ class LauncherNodes:
             return name if name in self.runs and name != but else ""
 
         try:
-            return wait_until(leads, "somebody leads")
+            return wait_until(leads, "a machine leads")
         except AssertionError as error:
             raise AssertionError(f"{error}: {self.record()}\n{self.job.output()}") from None
 

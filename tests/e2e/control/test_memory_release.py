@@ -138,7 +138,7 @@ def test_restarted_job_keeps_its_memory(tmp_path):
             ckpt.save(state_of(4), 4).wait()
             ending.join()
             pid = agent_pid(directory)
-            assert pid is not None, "somebody needs the agent"
+            assert pid is not None, "the agent is still in use"
             assert ckpt.save(state_of(5), 5).wait().name == "SEALED"
         close_sessions()
-        wait_until(lambda: slot_files(directory), "it is still there")
+        wait_until(lambda: slot_files(directory), "the memory is kept")

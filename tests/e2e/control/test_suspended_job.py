@@ -39,7 +39,7 @@ def test_suspended_job_resumes_in_the_same_world_without_faults(job: ElasticRun)
     before = job.wait_world(4)
     steps = {node.node: node.step for node in wait_until(lambda: _status_with_steps(job)).nodes}
     suspend(job, _SUSPENDED_S)
-    status = wait_until(lambda: _further(job, steps), "steps after it was suspended")
+    status = wait_until(lambda: _further(job, steps), "the job completes steps after the suspension")
     assert (status.epoch, status.restarts, status.phase.value) == (before[0]["epoch"], 0, "running")
     assert job.rank_messages("notice") == []
     assert job.rank_messages("stale") == []

@@ -54,7 +54,7 @@ def test_agent_killed_during_a_drain_resumes_it(agent_dir, rclone, rclone_proxy,
     job.save(0, 1, size=SMALL)
     assert agent_pid(agent_dir) not in (None, doomed), "the agent was not killed"
     sent = rclone_proxy.parts_sent()
-    assert sent == [1, 1, 2, 2, 3, 3], "a part of a finished upload was sent again"
+    assert sent == [1, 1, 2, 2, 3, 3], "the agent resent a part of a finished upload"
     job.lose_memory()
     job.assert_restores(1, tiers={"durable"}, size=SMALL)
     job.assert_restores(0, tiers={"durable"}, size=SMALL, named=0)

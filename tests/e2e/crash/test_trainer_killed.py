@@ -107,7 +107,7 @@ def test_trainer_killed_during_a_save_resumes(agent_dir, zygote, reference_run, 
     assert first.status == -signal.SIGKILL
     second = zygote.run(train)
     check_resumed(first, second, reference_run)
-    assert not list((agent_dir / "notes").glob("lease.*")), "the dead writer's slot was not taken back"
+    assert not list((agent_dir / "notes").glob("lease.*")), "the dead writer's slot was not freed"
 
 
 @pytest.mark.parametrize("point", ["load.voted", "load.half", "load.done"])
@@ -170,7 +170,7 @@ def test_process_that_reaches_its_first_step_is_no_crashed_load(agent_dir, zygot
         assert zygote.run(restore_step, url, environ=crash_environ("load.done")).status == -signal.SIGKILL
     assert zygote.run(restore_and_die, url).lines == ["restored 1"]
     assert zygote.run(restore_step, url, environ=crash_environ("load.done")).status == -signal.SIGKILL
-    assert zygote.run(restore_step, url).result == 1, "a load that went well says that the step can be loaded"
+    assert zygote.run(restore_step, url).result == 1, "a successful load proves that the step is loadable"
 
 
 def test_trainer_and_agent_killed_together_at_any_time(agent_dir, zygote, reference_run):

@@ -103,7 +103,7 @@ def test_saved_state_is_the_state_at_the_call(agent_dir):
 def test_later_saves_need_no_planning(agent_dir, monkeypatch):
     with Checkpointer(JOB) as ckpt:
         ckpt.save(state_at(0), 0)
-        monkeypatch.setattr(dcp, "save", lambda *a, **k: pytest.fail("planned again"))
+        monkeypatch.setattr(dcp, "save", lambda *a, **k: pytest.fail("the save planned again"))
         for step in range(1, 5):
             assert ckpt.save(state_at(step), step).wait() is SaveState.SEALED
 

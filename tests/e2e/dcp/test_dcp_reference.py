@@ -319,7 +319,7 @@ def test_strided_shards(ranks, tmp_path):
 
 
 @pytest.mark.skipif(
-    not hasattr(dcp, "CheckpointableTensor"), reason="this torch does not ask tensors which slices they are"
+    not hasattr(dcp, "CheckpointableTensor"), reason="this torch does not support tensors with declared slices"
 )
 @pytest.mark.parametrize("how", ["save", "async_save"])
 @pytest.mark.filterwarnings("ignore:Detected an existing checkpoint")

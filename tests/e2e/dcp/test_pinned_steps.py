@@ -44,7 +44,7 @@ def test_repeated_save_of_a_step_evicts_no_other(agent_dir):
         for _ in range(4):
             ckpt.save(state_at(12), 12).wait()
         assert 10 in in_memory(ckpt)
-        assert len(in_memory(ckpt)) <= 4, "attempts that later ones made superfluous go"
+        assert len(in_memory(ckpt)) <= 4, "superseded attempts were not evicted"
         ckpt.save(state_at(13), 13).wait()
         ckpt.save(state_at(14), 14).wait()
         assert 13 in in_memory(ckpt)
@@ -62,7 +62,7 @@ def test_pinned_step_stays_while_newer_ones_expire(agent_dir, monkeypatch):
             ckpt.save(state_at(step), step).wait()
         steps = in_memory(ckpt)
         assert steps[:2] == [4, 61]
-        assert len(steps) >= 4, "kept ones are not counted"
+        assert len(steps) >= 4, "pinned steps do not count"
     close_sessions()
     stop_agent(agent_dir, signal.SIGKILL)
     with Checkpointer(JOB, every=5) as ckpt:
@@ -101,7 +101,7 @@ def test_dropped_step_is_gone_from_every_tier(agent_dir, tmp_path):
         found = zeros_like_state(state_at(1))
         assert ckpt.restore(found) == 1
         assert ckpt.drop(1)
-        assert ckpt.restore(found) == -1, "on purpose"
+        assert ckpt.restore(found) == -1, "the caller dropped both steps"
 
 
 def test_drop_that_would_revive_abandoned_steps_is_refused(agent_dir, tmp_path):
@@ -154,9 +154,7 @@ def test_durable_retention_skips_pinned_steps(agent_dir, tmp_path):
     with Checkpointer(JOB, durable=url, keep_last=2) as ckpt:
         for step in range(1, 7):
             ckpt.save(state_at(step), step, keep=step in (2, 5)).wait("durable")
-        wait_until(
-            lambda: stored(tmp_path / "store") == [2, 4, 5, 6], "what is not kept is deleted once the last is there"
-        )
+        wait_until(lambda: stored(tmp_path / "store") == [2, 4, 5, 6], "unpinned steps are deleted after the last save")
     close_sessions()
     stop_agent(agent_dir, signal.SIGKILL)
     assert stored(tmp_path / "store") == [2, 4, 5, 6]

@@ -253,7 +253,7 @@ def test_wait_times_out_when_the_agent_is_silent(agent_dir, directory):
         assert not ckpt.wait("durable", timeout_s=0.5)
         with pytest.raises(TierUnavailableError, match="whether step 1 is durable is not known"):
             later.wait("durable", timeout_s=0.5)
-        assert saved.wait("durable", timeout_s=0.5) is SaveState.DURABLE, "that was heard before"
+        assert saved.wait("durable", timeout_s=0.5) is SaveState.DURABLE, "the agent reported it earlier"
         os.kill(agent_pid(agent_dir), signal.SIGCONT)
         assert ckpt.wait("durable", timeout_s=60)
 

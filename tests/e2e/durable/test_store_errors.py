@@ -117,7 +117,7 @@ def test_restore_and_wait_end_at_their_deadline_and_name_the_silent_store(agent_
         with pytest.raises(TierUnavailableError) as raised:
             ckpt.restore(state_at(0), timeout_s=2.0)
         took_s = time.monotonic() - began
-        assert took_s < 2.0 + 1.0 + 2.0, "a second for the way there and back, two that a busy machine may take"
+        assert took_s < 2.0 + 1.0 + 2.0, "one second for the round trip, two for a busy machine"
         assert f"{settings.url} has not answered in the time that was given" in str(raised.value)
         ckpt.save(state_at(1), 1)
         began = time.monotonic()

@@ -47,7 +47,7 @@ def test_a_step_that_retention_deletes_under_a_slow_reader_is_not_damaged(job, m
     before_reading(monkeypatch, delete)
     with job.checkpointer() as ckpt:
         found = zeros_like_state(state_at(0))
-        assert ckpt.restore(found) == 1, "the rest was looked at again"
+        assert ckpt.restore(found) == 1, "the load must choose again among the remaining steps"
         assert_same_bits(state_at(1), found)
         assert [info.quarantined for info in ckpt.steps()] == [""]
     assert not marks()
@@ -62,7 +62,7 @@ def test_object_lost_under_its_manifest_is_damage(job, marks, monkeypatch, tmp_p
     with job.checkpointer() as ckpt:
         assert ckpt.restore(zeros_like_state(state_at(0))) == 1
         assert [bool(info.quarantined) for info in ckpt.steps()] == [False, True]
-    assert not marks(), "who only reads has written something durable"
+    assert not marks(), "the reader wrote a mark to the durable tier"
 
 
 def test_damage_is_marked_in_the_store_by_the_next_durable_save(job, marks, tmp_path):

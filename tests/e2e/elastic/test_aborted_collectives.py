@@ -57,7 +57,7 @@ def test_rank_killed_inside_an_all_reduce_does_not_change_the_result(golden_run,
     assert_all_injected_once(job)
     assert_worlds_consistent(job)
     ended = [one for one in job.log_lines("step") if one["step"] == job.total - 1]
-    assert state_sum(ended, job.total - 1) == expected[-1]["sum"], "it learned something else than without a fault"
+    assert state_sum(ended, job.total - 1) == expected[-1]["sum"], "the result differs from a run without faults"
     assert_same_training(job.committed_steps(), expected)
     assert len({one["pid"] for one in job.log_lines("world")}) == 3, "the survivor is the same process"
     begun = {one["first"] for one in job.log_lines("world") if one["epoch"] == 1}

@@ -63,7 +63,7 @@ def go_through(golden, undisturbed, how, pairs: list[tuple[InjectionKind, Inject
     job.wait_finished(job.start_run(), within_s)
     assert_all_injected_once(job)
     assert_worlds_consistent(job)
-    assert all(one["first"] > 0 for one in job.log_lines("world") if one["epoch"] > 0), "what was safe was not found"
+    assert all(one["first"] > 0 for one in job.log_lines("world") if one["epoch"] > 0), "a world found no saved step"
     assert_same_training(job.committed_steps(), undisturbed)
 
 

@@ -38,7 +38,7 @@ def test_lost_joined_and_preempted_nodes_do_not_change_the_result(training_run, 
     job.run_json("drain", "n2", "--deadline", "10")
     job.wait_stop_requested()
     job.allow_steps(TOTAL)
-    wait_until(lambda: not job.pids('"node":"n2"'), "n2 is given back")
+    wait_until(lambda: not job.pids('"node":"n2"'), "n2 has left")
     job.lose_memory("n2")  # the machine is switched off
     assert "dismissed after" in job.node_output("n2")  # it left by itself, before the deadline
 

@@ -69,7 +69,9 @@ def _everything(_: object, extent: Extent) -> dict[str, Found]:
     for name, theirs in handed[0].items():
         for size, seen in theirs.by_size.items():
             if dist.get_rank() < size:
-                assert mine[name].by_size[size] == seen, f"rank {dist.get_rank()} of {size} saw something else: {name}"
+                assert mine[name].by_size[size] == seen, (
+                    f"rank {dist.get_rank()} of {size} differs from the others: {name}"
+                )
     return handed[0]
 
 

@@ -162,8 +162,8 @@ def test_job_survives_invalid_frames_and_an_unresponsive_agent(tmp_path: Path, z
         job.set_limit(2)
         first = job.wait_step(1, 1)
         pods = job.state.members
-        (spare,) = job.wait_until(lambda: job.state.spares, "there is a spare")
-        job.wait_until(lambda: job.last_status(spare).version == job.state.version, "the spare knows its place")
+        (spare,) = job.wait_until(lambda: job.state.spares, "a spare exists")
+        job.wait_until(lambda: job.last_status(spare).version == job.state.version, "the spare has its assignment")
         assert (job.last_status(spare).rank, job.last_status(spare).spare) == (2, True)
         waiting = job.rank_pids(spare)
 
@@ -185,7 +185,9 @@ def test_job_survives_invalid_frames_and_an_unresponsive_agent(tmp_path: Path, z
             job.set_limit(5)
             assert {one.pid for one in job.wait_step(2, 4)} == {one.pid for one in second}
             job.break_at("raise", rank=1, step=5)
-            job.wait_until(lambda: "has not read for 3 s" in job.rank_output(pods[0]), "its ranks have noticed")
+            job.wait_until(
+                lambda: "has not read for 3 s" in job.rank_output(pods[0]), "its ranks report the silent agent"
+            )
         if job.state.epoch == 2:  # the operator's own time limits are longer than those of health monitoring
             job.place.save_overrides(SimOverrides(bad_nodes={job.node_of(pods[0]): "UnschedulablePendingReplacement"}))
         third = job.wait_step(3, 5)

@@ -72,7 +72,7 @@ class InProcessJob:
 
         while not stops():
             self.set_limit(step + 1)
-            wait_until(lambda: stops() or done_by_all(), f"step {step} is done, or left", PATIENCE_S)
+            wait_until(lambda: stops() or done_by_all(), f"step {step} is done, or the ranks stop", PATIENCE_S)
             step += 1
         return self.wait_fault()
 
@@ -175,7 +175,7 @@ def test_faults_of_all_kinds_under_real_agents(agent_dir, tmp_path, zygote):
 
         # A rank hangs and no abort wakes it: its agent times out and starts new processes for the pod.
         job.break_at("hang", rank=1, step=at + 2)
-        wait_until(lambda: not (tmp_path / "break-hang").exists(), "it hangs", PATIENCE_S)
+        wait_until(lambda: not (tmp_path / "break-hang").exists(), "the rank hangs", PATIENCE_S)
         hangs = job.pods[0].folder / "hangs"
         hangs.touch()
         job.restart()

@@ -77,7 +77,7 @@ class Operator:
         return self.process.wait(_PATIENCE_S)
 
     def stored_simulation(self) -> StoredSimulation:
-        return wait_until(self.place.load, "something is kept", _PATIENCE_S)
+        return wait_until(self.place.load, "the simulator has stored its state", _PATIENCE_S)
 
     def wait_running(self, size: int, *, after: int = 0) -> StoredSimulation:
         """Wait for a world newer than ``after`` with ``size`` agents, in which all ranks have met."""
@@ -128,7 +128,7 @@ def test_operator_runs_a_single_machine_job_to_its_end(operator):
     (operator.folder / "crash").touch()
     second = operator.wait_running(2, after=first.epoch).state
     assert second.restarts == 1
-    assert second.members == first.members, "a crash of processes costs no pod"
+    assert second.members == first.members, "a process crash replaces no pod"
     assert second.last_fault.reason == "WorkerCrash"
     assert "The fault of reason WorkerCrash was remediated in" in operator.log()
 
@@ -175,7 +175,9 @@ def test_operator_adopts_external_agents_and_abandons_a_bad_node(tmp_path):
             assert set(first.members) == {pod.address for pod in pods}
             operator.run_json("fault", first.members[1])
             wait_until(
-                lambda: operator.stored_simulation().state.restarts == 1, "the node's fault is seen", _PATIENCE_S
+                lambda: operator.stored_simulation().state.restarts == 1,
+                "the operator replaces the bad node",
+                _PATIENCE_S,
             )
             assert operator.stored_simulation().state.last_fault is None
             operator.run_json("fault", first.members[1], "--healthy")

@@ -75,7 +75,7 @@ class ProcessLevelRun:
     def stop_gracefully(self, pod: AgentPod, handlers: int) -> None:
         """Stop the agent gracefully, and wait until its ranks have received the signal."""
         pod.stop(graceful=True, timeout_s=100)
-        wait_until(lambda: len(self.lines("handler")) == handlers, "the ranks have heard the signal", 60)
+        wait_until(lambda: len(self.lines("handler")) == handlers, "the ranks have received the signal", 60)
 
 
 @pytest.fixture(scope="module")

@@ -62,14 +62,15 @@ def restart_in_new_processes(job: OperatedJob) -> list[Process]:
     third = job.wait_step(3, 3)
     assert not {one.pid for one in third} & {one.pid for one in second}
     assert job.state.members == pods
-    assert all(one.steps == [3] for one in third), "new processes go on where the old ones were"
+    assert all(one.steps == [3] for one in third), "the new processes resume at the step of the old ones"
     return third
 
 
 def wait_given_up(job: OperatedJob) -> None:
     job.wait_until(lambda: job.state.phase.is_final, "the job has ended")
     job.wait_until(
-        lambda: all(job.count_requests(pod, "/shutdown") for pod in job.state.members), "all agents are told to end"
+        lambda: all(job.count_requests(pod, "/shutdown") for pod in job.state.members),
+        "all agents receive a shutdown request",
     )
 
 

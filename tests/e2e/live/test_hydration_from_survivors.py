@@ -95,7 +95,7 @@ def test_second_death_during_hydration_is_survived(zygote, agent_dir, store):
     """The survivors keep their state until a world has restored it."""
     environs = [{}, {}, crash_environ("live.chosen")]
     with started(zygote, store, 2, "ddp", "adamw", "8 forward", environs) as (plane, running, start):
-        wait_until(lambda: sum(one.has_ended for one in running) == 2, "a rank has died, and the one in its place")
+        wait_until(lambda: sum(one.has_ended for one in running) == 2, "a rank and its replacement have died")
         start(plane.add_rank())
         ends = [one.wait() for one in running]
         assert plane.succeeded

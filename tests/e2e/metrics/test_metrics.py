@@ -284,7 +284,9 @@ def test_protected_step_is_the_same_in_metrics_and_status(agent_dir, agent, tmp_
         for pin in pins:
             store.unpin(pin)
         ckpt.save(state_at(10), 10).wait("durable")
-        wait_until(lambda: agent.status()["protected"]["kept"]["unprotected_since"] is None, "it is protected again")
+        wait_until(
+            lambda: agent.status()["protected"]["kept"]["unprotected_since"] is None, "the job is protected again"
+        )
         assert agent.metrics()["protected_step", "kept"] == 10
 
 

@@ -24,7 +24,7 @@ def test_data_lost_by_a_restarted_agent_is_rebuilt_from_parity():
         job["n2"].start()
         job.join_all()
         for of in keys:
-            wait_until(lambda of=of: job.holders(of), f"{of} is there again", timeout_s=60)
+            wait_until(lambda of=of: job.holders(of), f"{of} is rebuilt", timeout_s=60)
             data, pulled = job.read(of, job.holders(of))
             assert data == shard_content(of, SIZE)
             assert pulled.failed == {}

@@ -47,15 +47,16 @@ def end_other_agent(job, end):
         if dist.get_rank() == 1:
             os.kill(pid, end)
             wait_until(
-                lambda: agent_pid(agent_directory()) not in (None, pid), "there is another one, and nobody called it"
+                lambda: agent_pid(agent_directory()) not in (None, pid),
+                "another agent runs, although no process called it",
             )
         dist.barrier()
         if dist.get_rank() == 0:
-            wait_until(lambda: holds_parts(node, known, "n2", 5), "its copies count again")
+            wait_until(lambda: holds_parts(node, known, "n2", 5), "the agent's replicas count again")
         dist.barrier()
         ckpt.save(sharded(6), 6).wait(copies=2, timeout_s=60)
         assert len(watch_threads()) == 1
-    assert watch_threads() == [], "nothing of it is left once the checkpointer is closed"
+    assert watch_threads() == [], "a closed checkpointer leaves no watch thread"
 
 
 @pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGSTOP], ids=["it dies", "it hangs"])
@@ -85,13 +86,13 @@ def end_own_agent(job):
         ckpt.session.add_metrics(saves=0)
         stop_agent(agent_directory(), signal.SIGTERM)
         ckpt.session.add_metrics(saves=1)  # like a thread that finishes a moment later
-        wait_until(lambda: len(noticed.said) > 1 or agent_pid(agent_directory()), "it is missed, and looked for again")
+        wait_until(lambda: len(noticed.said) > 1 or agent_pid(agent_directory()), "the rank notices the missing agent")
         assert agent_pid(agent_directory()) is None
         assert not (agent_directory() / "agent.sock").exists()
         ckpt.save(sharded(6), 6).wait(timeout_s=60)  # a save that needs an agent starts one
         pid = agent_pid(agent_directory())
         os.kill(pid, signal.SIGKILL)
-        wait_until(lambda: agent_pid(agent_directory()) not in (None, pid), "and that one is looked after")
+        wait_until(lambda: agent_pid(agent_directory()) not in (None, pid), "the rank replaces the killed agent")
 
 
 def test_stopped_agent_is_not_restarted_until_needed(ranks):
@@ -113,7 +114,7 @@ def leave_watch_to_other(job):
         dist.barrier()
         if leaving == 0 and dist.get_rank() == 1:
             os.kill(pid, signal.SIGKILL)
-            wait_until(lambda: agent_pid(agent_directory()) not in (None, pid), "the rank that is left has taken over")
+            wait_until(lambda: agent_pid(agent_directory()) not in (None, pid), "the remaining rank replaces the agent")
         dist.barrier()
 
 

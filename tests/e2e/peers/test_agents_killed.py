@@ -52,7 +52,7 @@ def start_with_crash_point(job, name, point, count=1):
 def kill_while_saving(job, point):
     """Save version 2 and kill n1, which sends, receives and leads, at this point."""
     start_with_crash_point(job, "n1", point, SAVING[point])
-    wait_until(lambda: job.alive_nodes("n2") == job.alive_nodes("n3") == set(NAMES), "all see each other")
+    wait_until(lambda: job.alive_nodes("n2") == job.alive_nodes("n3") == set(NAMES), "all nodes see each other")
     job.save(2)
     job["n1"].wait_agent_ended()
 
@@ -67,7 +67,7 @@ def expect_newest(job, names):
         version = newest()
         return version if all(len(job.holders(of)) >= 2 for of in job.shard_keys(version)) else 0
 
-    version = wait_until(protected, "what is settled has its copies")
+    version = wait_until(protected, "the newest committed version is fully replicated")
     try:
         expect_all(job, job.shard_keys(version))
     except (AssertionError, PeerStoreError, StopIteration):
@@ -102,7 +102,7 @@ def test_agent_restarted_with_its_arena_keeps_its_shards(job, point):
 def test_job_survives_a_permanently_lost_agent(job, point):
     kill_while_saving(job, point)
     job.lose_node("n1")
-    wait_until(lambda: job.alive_nodes("n2") == {"n2", "n3"}, "its death is known")
+    wait_until(lambda: job.alive_nodes("n2") == {"n2", "n3"}, "n2 considers n1 dead")
     expect_newest(job, ("n2", "n3"))
 
 
@@ -112,7 +112,7 @@ def test_all_agents_restart_within_a_world_and_reconnect(job):
     for name in NAMES:
         job[name].start()
     for name in NAMES:
-        wait_until(lambda name=name: job.alive_nodes(name) == {*NAMES}, f"{name} sees all others")
+        wait_until(lambda name=name: job.alive_nodes(name) == {*NAMES}, f"{name} sees all other nodes")
     job.save(2)
     job.wait_replicated(2)
     job.assert_copies(job.shard_keys(2))
@@ -137,7 +137,7 @@ def test_agent_killed_while_repairing_a_copy(job):
     mine = job.shard_keys(1)[0]
     (other,) = set(job.holders(mine)) - {"n1"}
     start_with_crash_point(job, other, "peer.repairing")
-    wait_until(lambda: other in job.holders(mine), "its copy is adopted")
+    wait_until(lambda: other in job.holders(mine), "the restarted agent adopts its copy")
     flip_byte(job.slot_path(other, mine), SIZE // 2)
     with job[other].agent() as agent:
         assert agent.store.verify(mine) != ()
@@ -152,7 +152,7 @@ def test_reader_continues_from_the_other_copy_when_an_agent_is_killed(job):
     job.wait_replicated(2)
     (other,) = set(job.holders(large)) - {"n1"}
     start_with_crash_point(job, other, "peer.reading", 4)
-    wait_until(lambda: other in job.holders(large), "its copy is adopted")
+    wait_until(lambda: other in job.holders(large), "the restarted agent adopts its copy")
     with job.prepared_read(large, [other, "n1"]) as read:
         job["n1"].suspend_agent()  # n1 sends nothing until the other agent is dead
         with ThreadPoolExecutor(1) as aside:

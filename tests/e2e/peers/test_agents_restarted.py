@@ -139,7 +139,7 @@ def check_that_every_wait_said_why(pid, said):
     late = {name: seconds for name, (seconds, _) in said.items() if seconds > 2.0 + 1.0 + 2.0}
     assert late == {}, said  # one second for the round trip, and two for a busy machine
     found = {name: text for name, (_, text) in said.items()}
-    assert found.pop("known") == repr(SaveState.DURABLE), "nobody has to be asked for that"
+    assert found.pop("known") == repr(SaveState.DURABLE), "the answer needs no agent"
     assert found.pop("all durable") == "False"
     silent = r"the agent \(process (\d+)\) [\w' ]+: nothing was heard of it for \d\.\d s\. It hangs, .*"
     before = {
@@ -149,4 +149,4 @@ def check_that_every_wait_said_why(pid, said):
     said_by = {name: re.fullmatch(before.get(name, "(?:.*: )?") + silent, text) for name, text in found.items()}
     assert [name for name, match in said_by.items() if match is None] == [], found
     asked = {name: int(match[1]) for name, match in said_by.items() if match is not None and name != "restore"}
-    assert set(asked.values()) == {pid}, "what one rank cannot restore, all ranks say of it"
+    assert set(asked.values()) == {pid}, "every rank names its own stopped agent"

@@ -44,7 +44,7 @@ def test_frozen_partner_is_reported_missing_replaced_and_readmitted(names):
             assert now.copies == 1 + others
             assert metric(job["n1"], "shards_unplaceable") == [1.0 - others]
         job[partner].resume_agent()
-        wait_until(lambda: job.alive_nodes("n1") == set(names), "it is back")
+        wait_until(lambda: job.alive_nodes("n1") == set(names), "n1 sees all nodes again")
         (newer,) = job.save(2, "n1", parts=1)
         job.wait_replicated(2)
         job.assert_copies([newer])

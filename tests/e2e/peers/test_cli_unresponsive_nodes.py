@@ -61,7 +61,7 @@ def test_silent_node_is_neither_lost_nor_incomplete(halves, said, capsys):
     assert "was whole once" not in error
 
     halves["n2"].resume_agent()
-    wait_until(lambda: said("ls", job)[0] == 0, "it answers again")
+    wait_until(lambda: said("ls", job)[0] == 0, "n2 answers again")
     assert [step["state"] for step in said("ls", job)[1]["steps"]] == ["whole"]
 
 

@@ -103,7 +103,7 @@ def test_eight_concurrent_starters_share_an_agent_that_outlives_them(directory, 
     pid = agent_pid(directory)
     assert pid not in {None, *(one.pid for one in starters)}
     log = directory / "agent.log"
-    wait_until(lambda: " serves " in log.read_text(), "the agent has said so: it answers a moment before")
+    wait_until(lambda: " serves " in log.read_text(), "the agent has logged that it serves")
     with open_client(directory / "agent.sock", job="job") as client:
         for one in starters:
             say(one)

@@ -47,7 +47,7 @@ def test_new_work_is_refused_and_started_work_finishes(agent):
         client.seal(begun.id, MIB)
         assert client.verify(shard_key(1)) == ()
         crowd.close()
-        wait_until(lambda: files_of(agent) < HARD // 2, "the crowd to be gone")
+        wait_until(lambda: files_of(agent) < HARD // 2, "the agent has closed the crowd's connections")
         assert load_shard(client, shard_key(1)) == shard_content(shard_key(1), MIB)
         save_shard(client, shard_key(3))
         status = client.status()

@@ -103,7 +103,7 @@ def test_live_reader_with_a_lost_pin_keeps_its_data(directory):
     ):
         save_shard(client, shard_key(1), SIZE)
         reader = Reader(directory, 1, "cut off")
-        wait_until(lambda: client.status().arena.pins == 0, "the pin is taken back")
+        wait_until(lambda: client.status().arena.pins == 0, "the agent has released the pin")
         for version in range(2, 6):
             save_shard(client, shard_key(version), SIZE)
         assert shard_key(1) not in {fact.key for fact in client.list_shards("job")}

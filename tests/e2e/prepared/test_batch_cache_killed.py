@@ -56,7 +56,7 @@ def crash(point, times):
 def wait_processes_ended(pids, timeout_s=60):
     deadline = time.monotonic() + timeout_s
     while any(process_start_time(pid) >= 0 for pid in pids):
-        assert time.monotonic() < deadline, f"one of {pids} is still there"
+        assert time.monotonic() < deadline, f"one of {pids} still runs"
         time.sleep(0.005)
 
 

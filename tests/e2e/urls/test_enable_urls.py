@@ -84,7 +84,7 @@ def test_other_urls_keep_their_handlers(agent_dir, urls, tmp_path):
 def test_enabled_urls_are_disabled_again():
     with tieredckpt.enable_urls():
         second = tieredckpt.enable_urls()
-    assert _storage_utils.FileSystemWriter is not FileSystemWriter, "somebody else still needs it"
+    assert _storage_utils.FileSystemWriter is not FileSystemWriter, "the second handle is still open"
     second.close()
     second.close()
     assert _storage_utils.FileSystemWriter is FileSystemWriter

@@ -165,5 +165,5 @@ def test_killed_reader_does_not_count_as_a_crashed_load(agent_dir, tmp_path):
     look = "import os, signal, tieredckpt; tieredckpt.load('looked-at'); os.kill(os.getpid(), signal.SIGKILL)"
     assert run_script(tmp_path, look).returncode == -signal.SIGKILL
     node = open_session("looked-at", load_settings()).agent
-    wait_until(lambda: node.store.status().jobs[0].clients == 1, "the agent sees that it has ended")
+    wait_until(lambda: node.store.status().jobs[0].clients == 1, "the agent notices the end of the process")
     assert [view.crashed_loads for view in node.list_steps("looked-at").views] == [0]

@@ -263,7 +263,7 @@ def test_a_save_by_dcps_own_process_is_found(ranks):
     listed = ranks.run(1, save_by_process, [1])
     assert listed == [["process/step-1"]]
     facts = open_session("process", load_settings()).agent.store.list_shards("process")
-    assert {fact.key.version for fact in facts} == {1}, "as tensors, by this package's writer"
+    assert {fact.key.version for fact in facts} == {1}, "the save must use this package's writer"
 
 
 def test_url_mistaken_for_a_path_is_refused(tmp_path, monkeypatch):

@@ -84,7 +84,7 @@ def test_attempt_claims_an_epoch_of_the_world_of_its_rank(agent_dir):
 def test_dcps_own_writer_is_used(agent_dir):
     assert type(_storage_utils._storage_setup(None, "tiered://job/step-1")).__name__ == "FsspecWriter"
     assert isinstance(fsspec.filesystem("tiered"), fsspec.AbstractFileSystem)
-    assert not agent_dir.exists(), "nothing is started before something is written"
+    assert not agent_dir.exists(), "no agent starts before a write"
 
 
 def test_save_and_load(agent_dir):
