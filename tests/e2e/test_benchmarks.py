@@ -1,4 +1,4 @@
-"""The benchmarks run, compare what they measured, and say so when it is wrong. How fast anything is, is not tested."""
+"""The benchmarks run, compare their results, and report wrong bytes, without a check of speed."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ NODE_THAT_READS = row_names("hydrates")[1][0]
 _ROOT = Path(__file__).parents[2]
 _COMPARED = {"P1": 3, "P2": 5, "P3": 7, "P4": 5, "P5": 6, "P6": 2, "P8": 1, "P11": 8}
 _ON_OTHER_NODES = 4
-"""Rows of P11 where it is about several nodes."""
+"""Number of P11's rows that concern several nodes."""
 _ON_NODES = {"P4": replicate.OURS, "P5": hydrate.OURS, "P6": reshard.OURS, "P11": NODE_THAT_READS}
 _OPPONENTS = {"torchft": 3, "nixl_cu12": 2}
-"""Of P5, where they are installed."""
+"""Optional packages that P5 compares with, and their numbers of rows."""
 
 
 def bench(*arguments: object) -> subprocess.CompletedProcess[str]:
@@ -35,13 +35,13 @@ def bench(*arguments: object) -> subprocess.CompletedProcess[str]:
 
 
 def left_behind() -> set[str]:
-    """Folders whose makers are gone: others may be measuring beside this."""
+    """Return folders whose creators have ended; other benchmarks may be running."""
     names = {path.name for path in Path("/dev/shm").glob("tieredckpt-bench-*-*")}
     return {name for name in names if process_start_time(int(name.split("-")[2])) < 0}
 
 
 _PARTS = {"one node": ("P1,P2,P3,P7,P8,P10,P11", "A,B,C"), "several nodes": ("P4,P5,P6", "B,C,U")}
-"""Nightly; every run has a small part of each in the tests that spoil a byte."""
+"""Nightly parts; the tests that spoil a byte cover a small part of each in every run."""
 
 
 @pytest.fixture(scope="module", params=[pytest.param(name, marks=pytest.mark.nightly) for name in _PARTS])
@@ -51,7 +51,7 @@ def part(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="module")
 def raw_file(part: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of everything, as small as it goes: what one node does, then what several do."""
+    """Run all parts of one group of benchmarks with minimal sizes, and return the raw results."""
     before = left_behind()
     out = tmp_path_factory.mktemp("bench") / "raw.json"
     only, states = _PARTS[part]
@@ -127,7 +127,7 @@ def test_the_table_has_every_row_and_target(
 
 
 @pytest.mark.nightly
-def test_a_wrong_byte_is_a_failed_row_and_two_ranks_plan_without_a_collective(tmp_path: Path) -> None:
+def test_wrong_byte_fails_its_row_and_ranks_plan_without_collective(tmp_path: Path) -> None:
     spoilt = {"P1": "Checkpointer.save", "P2": "dcp.save(FileSystemWriter)", "P3": "dcp.load(TieredReader)"}
     out = tmp_path / "raw.json"
     ran = bench(

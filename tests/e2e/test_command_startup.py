@@ -1,7 +1,8 @@
-"""Every command as a user starts it: an interpreter that has imported nothing.
+"""Every command as a user starts it: in an interpreter that has imported nothing.
 
-What tests start otherwise is mostly forked from a process that has everything (:mod:`tests.support.forked_starts`), and
-would not notice an import that is missing, or that comes too early. Others that start anew are marked ``fresh_starts``.
+Most other tests fork from a process that has imported everything (:mod:`tests.support.forked_starts`). They would not
+notice a missing import, or an import that comes too early. Other tests that start interpreters are marked
+``fresh_starts``.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ MODULES = [
     "integration.hyperpod.operator", "integration.hyperpod.demo", "integration.finetune.worker",
     "integration.kubernetes.controller",
 ]  # fmt: skip
-"""Those that others of our commands start, or that the documentation does."""
+"""Modules that other commands of the project start, or that the documentation starts."""
 
 
 def usage(command: list[str], folder: Path) -> str:

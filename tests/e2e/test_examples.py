@@ -1,4 +1,4 @@
-"""What people copy: the examples run as they stand."""
+"""The examples run unchanged."""
 
 import os
 import subprocess

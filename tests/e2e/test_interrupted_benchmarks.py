@@ -1,4 +1,4 @@
-"""P9 runs, and nothing is left of a benchmark that is interrupted. How fast anything is, is not tested."""
+"""P9 runs, and an interrupted benchmark leaves nothing behind, without a check of speed."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ print("ready", flush=True)
 
 
 def processes_about(folder):
-    """Whoever has it in its command line or its environment."""
+    """Return the processes whose command line or environment contains ``folder``."""
     found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit() and int(entry.name) != os.getpid():
@@ -48,7 +48,7 @@ def processes_about(folder):
 
 
 def guarded(tmp_path, end):
-    """A command with descendants in sessions of their own, two of which have lost their parent."""
+    """Start a guarded command whose descendants have their own sessions, two of them orphaned."""
     command = [sys.executable, "-I", "-S", warden.__file__, sys.executable, "-c", DESCENDANTS.format(end=end)]
     environ = {**os.environ, "ABOUT": str(tmp_path)}
     one = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environ)
@@ -82,7 +82,7 @@ def test_a_signal_is_passed_on(tmp_path):
 def test_an_interrupted_benchmark_leaves_nothing(tmp_path):
     before = set(SHM.glob("tieredckpt-bench-*"))
     small = ("--only", "P13", "--size", "16MiB", "--rounds", "1", "--out", str(tmp_path / "raw.json"))
-    environ = {**os.environ, "ABOUT": str(tmp_path)}  # all that it starts has it, too
+    environ = {**os.environ, "ABOUT": str(tmp_path)}  # all its children inherit it
     one = subprocess.Popen([sys.executable, "-m", "benchmarks", *small], cwd=ROOT, env=environ)
 
     def is_going():
@@ -90,7 +90,7 @@ def test_an_interrupted_benchmark_leaves_nothing(tmp_path):
         return [folder for folder in mine if list(folder.glob("elastic-0/diary/*.jsonl"))]
 
     with one:
-        mine = wait_until(is_going, "ranks are started", 300.0)
+        mine = wait_until(is_going, "the ranks run", 300.0)
         assert any(b"benchmarks.resize_trainer" in command for _, command in processes_about(tmp_path))
         one.terminate()
         assert one.wait(120) == 128 + signal.SIGTERM

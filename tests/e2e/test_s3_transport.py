@@ -1,4 +1,4 @@
-"""Where S3 is and how to get there: certificates, proxies, endpoints, and what is not loaded before it is needed."""
+"""S3 settings (certificates, proxies, endpoints) and modules that load only when needed."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_https_through_a_proxy(
 def test_settings_come_from_the_aws_configuration(
     rclone: S3Server, url: str, source: Path, open_durable: Opener, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
-    """Profile, region, endpoint and credentials of a file; an endpoint in the environment loses against durable's."""
+    """A profile sets region, endpoint and credentials; durable's endpoint overrides the environment's."""
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.delenv(name)
     config = tmp_path / "config"

@@ -1,4 +1,4 @@
-"""The bad line does what it is told to, on loopback."""
+"""The slow test proxy shapes and breaks connections on loopback as configured."""
 
 import contextlib
 import socket
@@ -16,7 +16,7 @@ MIB = 1 << 20
 
 @contextlib.contextmanager
 def line(**shape):
-    """A proxy, and the two ends of one connection through it."""
+    """Yield a proxy and both ends of one connection through it."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         listener.settimeout(20)
         with SlowPath(listener.getsockname(), **shape) as path, into(path) as client:
@@ -39,14 +39,14 @@ def receive_to_end(sock):
 
 
 def until_reset(sock):
-    """How much arrives before a reset."""
+    """Return the number of bytes that arrive before a reset."""
     got = 0
     try:
         while block := sock.recv(5000):
             got += len(block)
     except ConnectionResetError:
         return got
-    pytest.fail("it ended in order")
+    pytest.fail("the connection closed without a reset")
 
 
 def in_background(sock, content):
@@ -85,7 +85,7 @@ def test_latency_applies_in_each_direction():
 
 
 def test_latency_does_not_limit_data_in_flight():
-    """More than the kernel keeps for the two sockets of the client's side, and nothing has arrived."""
+    """More bytes are in flight than the client's kernel buffers, and none has arrived."""
     with line(latency_s=600) as (path, client, server):
         client.sendall(bytes(14 * MIB))
         server.setblocking(False)
@@ -167,4 +167,4 @@ def test_startup_failure_is_raised():
         raise PermissionError("may not enter")
 
     with pytest.raises(PermissionError, match="may not enter"), SlowPath(None, enter=refuse):
-        pytest.fail("it began")
+        pytest.fail("the proxy started")

@@ -1,4 +1,4 @@
-"""Uploads through faults, kills and cancels, against real servers."""
+"""Uploads despite faults, kills and cancellations, against real servers."""
 
 from __future__ import annotations
 

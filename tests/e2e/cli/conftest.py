@@ -1,4 +1,4 @@
-"""The command line, called in this process; and a job with a few steps to look at."""
+"""The command line in this process, and a job with a few steps."""
 
 import json
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ class CommandOutput:
 
 @pytest.fixture
 def cli(capsys):
-    """Run one command; its exit code and what it printed."""
+    """Return a function that runs one command and returns its exit code and output."""
 
     def run(*arguments):
         capsys.readouterr()
@@ -42,7 +42,7 @@ def durable(tmp_path):
 
 @pytest.fixture
 def job(agent_dir, durable):
-    """Steps 1 to 3, all of them durable; the last two in memory too."""
+    """Return a job with steps 1 to 3, all durable, the last two in memory too."""
     job = CheckpointJob(agent_dir, durable, "llama")
     job.save(1, 2, 3)
     return job
@@ -75,7 +75,7 @@ def shard_of(tmp_path):
 
 @pytest.fixture
 def slot_of(agent_dir):
-    """The file of a job's only shard at a step in the agent's memory."""
+    """Return the file of a job's only shard at a step, in the agent's memory."""
 
     def find(step):
         notes = [n for n in (agent_dir / "notes").glob("seal.*") if b"version" + bytes([step]) in n.read_bytes()]

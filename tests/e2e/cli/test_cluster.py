@@ -1,4 +1,4 @@
-"""``status``, ``whatif`` and ``top`` against real agents: what they say is what then happens."""
+"""``status``, ``whatif`` and ``top`` against real agents, with predictions compared to the outcome."""
 
 import contextlib
 import fcntl
@@ -40,21 +40,21 @@ def three_nodes(ranks):
 
 @pytest.fixture(scope="module")
 def healthy_cluster(ranks):
-    """Three nodes to look at."""
+    """Three nodes that no test changes."""
     with three_nodes(ranks) as made:
         yield made
 
 
 @pytest.fixture
 def expendable_cluster(ranks):
-    """Three nodes of which some will be lost."""
+    """Three nodes, some of which the test loses."""
     with three_nodes(ranks) as made:
         yield made
 
 
 @pytest.fixture
 def run_on(cli):
-    """Run a command on the first of a cluster's nodes, or on another one."""
+    """Return a function that runs a command on the first node of a cluster, or on another one."""
 
     def run(cluster, command, *arguments, node="n1"):
         return cli(command, *arguments, "--agent-dir", cluster[node].directory)
@@ -93,7 +93,7 @@ def test_cluster_tables_show_the_status(healthy_cluster, run_on):
     def status_lines():
         return run_on(healthy_cluster, "status", "--cluster").out.splitlines()
 
-    wait_until(lambda: "protected up to step 7" in status_lines(), "the first node has heard that step 7 is settled")
+    wait_until(lambda: "protected up to step 7" in status_lines(), "the first node knows that step 7 is replicated")
     lines = status_lines()
     assert lines[0].startswith(f"{healthy_cluster.job}  2 copies wanted")
     assert lines[1] == "n1 sees 3 of 3 nodes: n1, n2, n3"

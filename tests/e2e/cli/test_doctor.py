@@ -43,7 +43,7 @@ def test_doctor_passes_on_an_unconfigured_node(cli, agent_dir):
 def test_environment_that_prevents_nccl_recovery_is_named_with_its_reason(cli, agent_dir, monkeypatch):
     monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "3")
     said = cli("doctor", "--json")
-    assert said.code == 0, "who has no recovery within the process does not need it"
+    assert said.code == 0, "a job without in-process recovery does not need it"
     assert verdicts(said)["NCCL environment"] == "note"
     assert finding_text(said, "NCCL environment").startswith(
         "TORCH_NCCL_ASYNC_ERROR_HANDLING=3: NCCL's watchdog would end"
@@ -63,7 +63,7 @@ def test_doctor_passes_with_an_agent_and_a_directory(cli, job, tmp_path):
     assert said.code == 0
     assert verdicts(said)["agent"] == "good"
     assert str(job.agent_dir) in finding_text(said, "agent")
-    assert verdicts(said)["durable tier"] == "good", "known from the agent"
+    assert verdicts(said)["durable tier"] == "good", "the agent reports the tier"
     assert verdicts(said)["conditional put"] == "good"
     assert not list((tmp_path / "durable").glob(".doctor*"))
     assert "if this is lost" in cli("doctor").out.lower()
@@ -110,7 +110,7 @@ def test_wrong_credentials(cli, agent_dir, rclone, monkeypatch):
     assert "allow" in cli("doctor", "--durable", bucket_url()).out
 
 
-def test_agent_with_wrong_credentials_fails_though_this_shell_has_the_right_ones(cli, agent_dir, rclone, monkeypatch):
+def test_doctor_fails_if_only_the_agents_credentials_are_wrong(cli, agent_dir, rclone, monkeypatch):
     job = CheckpointJob(agent_dir, durable_settings(rclone))
     job.save(1)
     close_sessions()
@@ -127,7 +127,7 @@ def test_agent_with_wrong_credentials_fails_though_this_shell_has_the_right_ones
     assert "tieredckpt agent restart --dir" in cli("doctor").out
 
 
-def test_wrong_credentials_of_this_shell_are_a_note_if_the_agent_can_upload(cli, agent_dir, rclone, monkeypatch):
+def test_wrong_shell_credentials_are_a_note_if_the_agent_can_upload(cli, agent_dir, rclone, monkeypatch):
     job = CheckpointJob(agent_dir, durable_settings(rclone))
     job.save(1)
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong")

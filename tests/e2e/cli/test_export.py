@@ -1,4 +1,4 @@
-"""``tieredckpt export``: bit for bit, in every format, whole or not at all."""
+"""``tieredckpt export`` copies a step bit for bit, in every format, completely or not at all."""
 
 import json
 import os
@@ -24,7 +24,7 @@ pytestmark = [
 
 
 class UnknownClass:
-    """A class that unpickling safely does not know."""
+    """A class that safe unpickling rejects."""
 
     def __eq__(self, other):
         return isinstance(other, UnknownClass)
@@ -208,7 +208,7 @@ def test_objects_are_unpickled_only_with_allow_pickle(cli, agent_dir, durable, t
     assert not (tmp_path / "x.pt").exists()
     assert cli("export", "o", tmp_path / "x.pt", "--format", "torch", "--allow-pickle").code == 0
     assert torch.load(tmp_path / "x.pt", weights_only=False)["thing"] == UnknownClass()
-    assert cli("export", "o", tmp_path / "dcp", "--format", "dcp").code == 0, "its bytes are not looked into"
+    assert cli("export", "o", tmp_path / "dcp", "--format", "dcp").code == 0, "DCP export copies the bytes unread"
 
 
 def sharded_state(full):
@@ -305,7 +305,7 @@ def test_a_wrong_size_is_a_usage_error(cli, job, tmp_path):
 
 
 def export_and_measure(say, name, url, place, kind):
-    """Peak memory beyond what looking at the step and importing torch cost."""
+    """Return the peak memory beyond the cost of reading the step's metadata and importing torch."""
     from tieredckpt.cli import main
 
     assert main(["inspect", name, "--durable", url]) == 0
@@ -322,7 +322,7 @@ def test_export_peak_memory_is_about_a_single_tensor(agent_dir, durable, tmp_pat
     job = CheckpointJob(agent_dir, durable)
     with job.checkpointer() as ckpt:
         ckpt.save({f"t{n}": torch.full((4 << 20,), float(n)) for n in range(12)}, 1).wait("durable")
-    job.lose_memory()  # mapped shards would be counted
+    job.lose_memory()  # mapped shards would count
     grown = zygote.run(export_and_measure, job.name, durable.url, str(tmp_path), kind).result
     assert grown < 64 << 20, f"{grown >> 20} MiB for 12 tensors of 16 MiB"
 

@@ -1,4 +1,4 @@
-"""``tieredckpt gc``: what policy does not keep goes, the newest whole step never does."""
+"""``tieredckpt gc`` deletes steps outside the retention policy and never the newest complete step."""
 
 import contextlib
 import os
@@ -85,10 +85,10 @@ def test_a_bucket(cli, agent_dir, moto, monkeypatch):
         client.create_multipart_upload(Bucket=BUCKET, Key=f"{prefix}/{job.name}/steps/x")
         said = cli(
             "gc", job.name, "--keep-last", "1", "--abandoned-after", "1000000", "--json"
-        )  # moto begins all in 2010
+        )  # moto's clock starts in 2010
         assert said.code == 0
         assert [one["step"] for one in said.json["deleted"]] == [1]
-        assert said.json["discarded_uploads"] == 0, "it may still be going on"
+        assert said.json["discarded_uploads"] == 0, "the upload may still be in progress"
         said = cli("gc", job.name, "--abandoned-after", "0", "--json")
         assert said.json["discarded_uploads"] == 1
         assert client.list_multipart_uploads(Bucket=BUCKET, Prefix=prefix).get("Uploads", []) == []
@@ -131,7 +131,7 @@ def test_memory_slots_of_a_newer_agent_are_kept_until_dropped(cli, agent_dir):
 
 @pytest.fixture
 def job_without_manifests(job_of_six_steps, tmp_path):
-    """Steps 2 and 4 have lost their manifests, and step 4 a shard, too; nothing of the job is in memory."""
+    """Delete the manifests of steps 2 and 4, one shard of step 4, and the job's memory."""
     job_of_six_steps.lose_memory()
     root = tmp_path / "durable" / "llama"
     for step in (2, 4):
@@ -144,7 +144,7 @@ def job_without_manifests(job_of_six_steps, tmp_path):
 
 @pytest.fixture
 def store_options(durable):
-    """No agent says where the job is durable."""
+    """Return options that name the durable tier, because no agent knows it."""
     return "--durable", durable.url
 
 
@@ -168,7 +168,7 @@ def test_gc_deletes_old_shards_of_incomplete_steps(cli, job_of_six_steps, job_wi
     assert found[4] == (False, "some of it was written 23 h ago")
     make_older(job_without_manifests / f"{4:012d}", 25)
     (index,) = (job_without_manifests / f"{4:012d}").rglob("*.index")
-    os.utime(index)  # a part of it was written just now: somebody is at it
+    os.utime(index)  # one file of the step is recent: an upload may be in progress
     assert not steps_without_manifest(cli("gc", "llama", *store_options, "--json"))[4][0]
     make_older(job_without_manifests / f"{4:012d}", 25)
     said = cli("gc", "llama", *store_options, "--dry-run", "--json")
@@ -197,7 +197,7 @@ def test_gc_deletes_the_marks_of_a_step_without_a_manifest(cli, job_of_six_steps
     job_of_six_steps.assert_restores(6, tiers={"durable"})
 
 
-def test_complete_step_without_a_manifest_is_left_for_rebuild_within_retention(
+def test_complete_step_without_a_manifest_is_kept_for_rebuild(
     cli, job_of_six_steps, job_without_manifests, store_options
 ):
     make_older(job_without_manifests, 48)
@@ -246,11 +246,9 @@ def test_gc_finds_shards_with_hashed_keys_when_configured(
     (manifest,) = (root / "llama" / "manifests").glob(f"{1:012d}.*")
     manifest.unlink()
     (index,) = (root / "llama" / "steps" / f"{1:012d}").rglob("*.index")
-    index.unlink()  # the agent was killed before it wrote that
+    index.unlink()  # the agent was killed before it wrote the index
     make_older(root, 48)
-    assert steps_without_manifest(cli("gc", "llama", *store_options, "--json")) == {}, (
-        "nobody says that they are spread"
-    )
+    assert steps_without_manifest(cli("gc", "llama", *store_options, "--json")) == {}, "no index lists the parts"
     monkeypatch.setenv("TIEREDCKPT_DURABLE_HASHED_KEYS", "1")
     assert steps_without_manifest(cli("gc", "llama", *store_options, "--json"))[1] == (
         True,
@@ -272,7 +270,7 @@ def test_index_naming_another_steps_shard_does_not_delete_it(
 
 
 def test_object_deleted_during_an_upload_is_uploaded_again(cli, agent_dir, tmp_path, monkeypatch):
-    """Two nodes have a part each. When the second one comes, the first one's is gone: from a gc that went too far."""
+    """Upload one part per node, with the first node's part deleted by a wrong gc before the second upload."""
     monkeypatch.setattr(drain, "_UNSURE_S", 0.0)
     durable = DurableSettings(url=f"file://{tmp_path}/durable")
     with contextlib.ExitStack() as cleanup:

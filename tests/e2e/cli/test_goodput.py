@@ -1,4 +1,4 @@
-"""``tieredckpt goodput`` on ledgers made by hand."""
+"""``tieredckpt goodput`` on hand-made event logs."""
 
 import re
 
@@ -24,7 +24,7 @@ def event_log():
 
 @pytest.fixture
 def log_folder(tmp_path, event_log):
-    """The logs of a job, with its ledger."""
+    """Return a job's log folder with its event log."""
     writer = EventLogWriter(tmp_path / "elastic-logs" / "job" / "event-log")
     for event in event_log.steps(4, 6, at=10, epoch=1).process_ended(16).events:
         writer.write(event)
@@ -122,7 +122,7 @@ def test_damage_is_counted_and_reported(cli, log_folder):
 
 
 def test_unfinished_run_is_reported(cli, log_folder):
-    """Without its last line, which says how it ended."""
+    """The event log lacks its last line, which records the end of the run."""
     (file,) = (log_folder / "event-log").iterdir()
     file.write_bytes(b"".join(file.read_bytes().splitlines(keepends=True)[:-1]))
     assert cli("goodput", log_folder, "--watch").out.startswith("job is running or was killed; 16.00 s since")

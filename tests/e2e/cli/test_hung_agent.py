@@ -1,4 +1,4 @@
-"""Commands name an agent that was stopped, and do not wait for it."""
+"""Commands report a stopped agent by name and do not wait for it."""
 
 import os
 import signal
@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 @pytest.fixture
 def hung(agent_dir):
-    """The process of an agent that has a step and was stopped."""
+    """Return the process of a stopped agent that holds a step."""
     CheckpointJob(agent_dir, DurableSettings(), "hung").save(1, durable=False)
     close_sessions()
     pid = agent_pid(agent_dir)

@@ -1,4 +1,4 @@
-"""``tieredckpt inspect``: compared with what was saved."""
+"""``tieredckpt inspect``, with its output compared to the saved state."""
 
 import pytest
 import torch

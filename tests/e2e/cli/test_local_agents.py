@@ -1,4 +1,4 @@
-"""Commands find the agents of jobs that run here, each of which may be a simulated node's."""
+"""Commands find the agents of jobs on this machine, including those of simulated nodes."""
 
 import pytest
 
@@ -11,12 +11,12 @@ from tieredckpt.settings import DurableSettings, Settings
 pytestmark = [pytest.mark.filterwarnings("ignore:torch.distributed is disabled"), pytest.mark.e2e]
 
 ONE, OTHER = "found-one", "found-other"
-"""Whose names no other test's agent has: all that run on this machine are looked at."""
+"""Names that no other test's agents have, because the command finds all agents on this machine."""
 
 
 @pytest.fixture
 def two_simulated_jobs(monkeypatch):
-    """Two jobs, each with an agent of its own, and none in the usual place."""
+    """Two jobs with an agent each, and no agent in the default directory."""
     with agent_directory() as one, agent_directory() as other:
         for directory, name, steps in ((one, ONE, (1, 2)), (other, OTHER, (7,))):
             monkeypatch.setenv("TIEREDCKPT_AGENT_DIRECTORY", str(directory / "n1" / "agent"))
@@ -39,7 +39,7 @@ def test_agent_of_a_job_is_found_in_any_run_directory(cli, two_simulated_jobs):
     assert cli("whatif", ONE, "--each", "--json").json["job"] == ONE
     assert cli("pin", OTHER, 7, "--json").json["marked"] == ["memory"]
     assert cli("ls", "job-of-no-agent").code in (3, 5)
-    # Without a job, those of an agent that has some. Agents of other tests may end between the two questions.
+    # Without a job, the command shows all agents. Agents of other tests may end between its two requests.
     wait_until(lambda: cli("ls", "--json").json["jobs"])
 
 

@@ -41,7 +41,7 @@ def test_without_an_agent_the_durable_tier_is_read_directly(cli, job):
     assert said.code == 0
     assert [(line["step"], line["tiers"]) for line in said.json["steps"]] == [(n, ["durable"]) for n in (1, 2, 3)]
     assert "no agent answers" in said.json["unreachable"]["memory"]
-    assert not job.agent_dir.exists(), "a command that looks starts no agent"
+    assert not job.agent_dir.exists(), "ls starts no agent"
 
 
 def test_ls_fails_without_agent_and_store(cli, agent_dir):
@@ -57,7 +57,7 @@ def test_an_absent_job_is_not_found(cli, job):
     assert said.code == 3
     assert said.json["error"]["kind"] == "CheckpointNotFoundError"
     assert said.json["error"]["exit"] == 3
-    assert [state["job"] for state in cli("ls", "--json").json["jobs"]] == ["llama"], "looking leaves no trace"
+    assert [state["job"] for state in cli("ls", "--json").json["jobs"]] == ["llama"], "ls records no job"
 
 
 @pytest.mark.parametrize("name", ["a/b/c", "../x", "llama/step-x", "s3://b/x"])

@@ -1,4 +1,4 @@
-"""``ls``, ``status`` and ``doctor`` show steps whose metadata has a newer format than this release reads."""
+"""``ls``, ``status`` and ``doctor`` show steps whose metadata has a newer, unreadable format."""
 
 import msgspec
 import pytest

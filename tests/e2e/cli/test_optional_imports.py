@@ -1,4 +1,4 @@
-"""Every command and public entry that needs a package of an extra, in a process that cannot import the package."""
+"""Every command and public entry that needs an extra, in a process that cannot import its package."""
 
 import json
 import os
@@ -37,7 +37,7 @@ AGENT_SERVER = install("fastapi", 'fastapi==0.131.0 "uvicorn[standard]" psutil')
 
 @pytest.fixture
 def run_without(tmp_path):
-    """Return a function that runs ``python WORDS`` without some packages, and returns code, stdout and stderr."""
+    """Return a function that runs ``python WORDS`` without some packages and returns the result."""
     (tmp_path / "blocked").mkdir()
     (tmp_path / "blocked" / "sitecustomize.py").write_text(BLOCK)
     (tmp_path / "config.json").write_text(CONFIG)

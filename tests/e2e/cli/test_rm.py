@@ -30,7 +30,7 @@ def test_a_step_is_deleted_from_the_store_alone(cli, job):
     rm = ("rm", "llama/step-3", "-y", "--durable", job.settings.durable.url)
     said = cli(*rm)
     assert said.code == 5
-    assert "--force" in said.err, "whoever uploads it now would bring it back, and nobody can be asked"
+    assert "--force" in said.err, "an unreachable agent may be uploading the step"
     assert 3 in listed_steps(cli, "--durable", job.settings.durable.url)
     said = cli(*rm, "--force", "--json")
     assert (said.code, said.json["deleted_from"]) == (0, ["durable"])

@@ -1,4 +1,4 @@
-"""``tieredckpt status`` where a step could not be uploaded."""
+"""``tieredckpt status`` after a failed upload of a step."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The command as a whole: processes, help, errors, terminals."""
+"""The ``tieredckpt`` command: processes, help, errors, terminals."""
 
 import json
 import os

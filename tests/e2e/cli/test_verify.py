@@ -42,7 +42,7 @@ def test_a_flipped_bit_in_memory(cli, job, slot_of, flip_byte_of):
     said = cli("verify", "llama/step-3", "--json")
     assert check_results(said)[3, "durable"] == ("good", [])
     assert check_results(said).get((3, "memory"), ("damaged", []))[0] != "good", (
-        "the agent keeps no damaged copy as good"
+        "the agent still reports the damaged copy as good"
     )
     job.assert_restores(3, tiers={"durable"})
 

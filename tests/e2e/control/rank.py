@@ -1,7 +1,7 @@
-"""A rank that computes nothing: it counts steps and does what it is asked to. It prints what happens to it as JSON.
+"""A rank that only counts steps, follows instructions in files, and prints events as JSON.
 
-``python rank.py FOLDER``: files in FOLDER say what to do. Tests make ``finish``, ``ignore-NODE``, ``fault-NODE`` and
-``hungry-NODE``.
+``python rank.py FOLDER`` reads its instructions from FOLDER. Tests create ``finish``, ``ignore-NODE``, ``fault-NODE``
+and ``hungry-NODE``.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def report(what: str, **more: object) -> None:
 
 
 def allocate_until_killed(asked: Path) -> None:
-    """Memory that is touched, until the kernel ends this process, before any other one."""
+    """Touch memory until the kernel's OOM killer ends this process first."""
     asked.unlink()
     Path("/proc/self/oom_score_adj").write_text("1000")
     held = []

@@ -1,4 +1,4 @@
-"""A node agent is needed for as long as its node's supervisor is there, also where the node is in no world."""
+"""A node agent runs as long as its node's supervisor, even if the node is in no world."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.e2e
 
 @contextlib.contextmanager
 def started():
-    """The agent of a node without ranks, that leaves as soon as nobody needs it; and its process."""
+    """Start the agent of a node without ranks, which exits when unused; yield it and its process."""
     with agent_directory() as directory:
         environ = {
             "TIEREDCKPT_AGENT_DIRECTORY": str(directory),
@@ -43,7 +43,7 @@ def started():
 
 def test_agent_runs_as_long_as_its_supervisor():
     with started() as (agent, pid):
-        for _ in range(2):  # others that began later come to their end
+        for _ in range(2):  # agents that started later end first
             with started() as (other, gone):
                 other.close()
                 wait_process_ended(gone)
@@ -62,7 +62,7 @@ def test_existing_agent_survives_a_second_supervisor():
             wait_process_ended(gone)
         assert process_start_time(pid) >= 0
         assert second.kept_directory is None
-        second.shut_down()  # it is not the second one's to end: it leaves because nobody needs it
+        second.shut_down()  # the second handle must not stop this agent, which exits once it is unused
         wait_process_ended(pid)
 
 
@@ -71,7 +71,7 @@ def test_unused_agent_is_replaced(end):
     with started() as (agent, pid):
         os.kill(pid, end)
         directory = agent.kept_directory
-        wait_until(lambda: agent_pid(directory) not in (None, pid), "there is another one")
+        wait_until(lambda: agent_pid(directory) not in (None, pid), "another agent runs")
         wait_process_ended(pid)
         agent.shut_down()
 
@@ -83,7 +83,7 @@ def test_offered_agent_is_offered_again_after_it_died():
         agent.offer_memory(offers.put)
         first = offers.get(timeout=200)
         os.kill(pid, signal.SIGKILL)
-        assert offers.get(timeout=200) == first  # at the port that other nodes know
+        assert offers.get(timeout=200) == first  # the new agent listens on the port that other nodes know
         agent.shut_down()
 
 
@@ -102,7 +102,9 @@ def test_stopped_agent_is_not_restarted(caplog):
         directory = agent.kept_directory
         with caplog.at_level(logging.DEBUG, "peerstore.server.agent_launcher"):
             stop_agent(directory)
-            wait_until(lambda: len(caplog.records) > 1 or agent_pid(directory), "it is missed, and looked for again")
+            wait_until(
+                lambda: len(caplog.records) > 1 or agent_pid(directory), "the supervisor notices the missing agent"
+            )
         assert agent_pid(directory) is None
 
 
@@ -114,14 +116,14 @@ with open(sys.argv[1], "r+b") as lock:
 
 
 def test_ranks_leave_the_agent_to_their_supervisor():
-    """Else both would start another one, and each of them not for the same reasons."""
+    """Otherwise both would restart the agent, and for different reasons."""
     with started() as (agent, _):
         lock = AgentPaths(agent.kept_directory).watchdog_lock
         rank = subprocess.run([sys.executable, "-c", LOOKS_AFTER, str(lock)], capture_output=True, check=False)
         assert b"BlockingIOError" in rank.stderr, rank.stderr
         agent.close()
         rank = subprocess.run([sys.executable, "-c", LOOKS_AFTER, str(lock)], capture_output=True, check=False)
-        assert rank.returncode == 0, "it is theirs when the supervisor has ended"
+        assert rank.returncode == 0, "the ranks may restart the agent after the supervisor's end"
 
 
 @pytest.mark.parametrize("own", [True, False])
@@ -141,12 +143,12 @@ def test_agent_that_outlived_its_supervisor_ends_with_its_job(own):
         second.shut_down()
         if own:
             wait_process_ended(pid)
-        else:  # other jobs may use it
+        else:  # the agent may serve other jobs
             assert process_start_time(pid) >= 0
 
 
 def test_process_with_the_agents_reused_pid_is_not_killed():
-    """It has died, and its directory says yet which process it was."""
+    """The agent is dead, but its directory still has its PID, which another process has now."""
     with started() as (agent, pid), subprocess.Popen(["sleep", "600"]) as innocent:
         try:
             directory = agent.kept_directory
@@ -157,5 +159,5 @@ def test_process_with_the_agents_reused_pid_is_not_killed():
             agent.shut_down()
             kill_agent({"TIEREDCKPT_AGENT_DIRECTORY": str(directory)})
         finally:
-            innocent.send_signal(signal.SIGUSR1)  # nothing else has ended it before
+            innocent.send_signal(signal.SIGUSR1)  # fails if the process was killed before
         assert innocent.wait(20) == -signal.SIGUSR1

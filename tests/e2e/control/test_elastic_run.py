@@ -1,4 +1,4 @@
-"""Real coordinators, supervisors and ranks: they come, go, are killed and ignore what they are told."""
+"""Real coordinators, supervisors and ranks that join, leave, are killed and ignore instructions."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_ranks_finish_although_one_is_killed(job: ElasticRun) -> None:
     assert [(one["local"], one["restarts"]) for one in world] == [(0, 0), (1, 0), (0, 0), (1, 0)]
     status = job.run_json("status")
     assert (status["phase"], status["job"], len(status["nodes"])) == ("running", "job", 2)
-    kill(world[0]["pid"])  # there is no spare: another process is started in its seat
+    kill(world[0]["pid"])  # without a spare, the supervisor starts another process for this local rank
     after = job.wait_world(4, after=world[0]["epoch"])
     assert pids(after)[1:] == pids(world)[1:]
     assert after[0]["pid"] != world[0]["pid"]
@@ -191,7 +191,7 @@ def test_job_fails_after_too_many_faults(job: ElasticRun) -> None:
     job.touch("fault-n0")
     after = job.wait_world(2, after=before[0]["epoch"])
     job.touch("fault-n1")
-    assert pids(after) == pids(before)  # a fault that a rank reports ends no process
+    assert pids(after) == pids(before)  # a fault that a rank reports kills no process
     assert job.wait_ended(run) == 8
     assert len(job.rank_messages("job failed")) == 2
     assert "attempts: 2 faults; at most 1 restart allowed (job_max_retry_count)" in job.output()

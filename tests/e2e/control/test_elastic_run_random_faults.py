@@ -1,4 +1,4 @@
-"""Whatever happens to a job, in whatever order: in the end all that is there trains together, once."""
+"""After random faults in random order, all remaining nodes of a job train together in one world."""
 
 from __future__ import annotations
 
@@ -15,20 +15,23 @@ from tests.support.local_nodes import wait_until
 pytestmark = pytest.mark.e2e
 
 ALWAYS = (16, 33, 41, 46)
-"""Between them, everything that can happen, each at least twice."""
+"""Seeds that together cover every event at least twice."""
 IN_A_SOAK = sorted(set(range(64)).difference(ALWAYS))
 EVENTS = 6
 
 
 class RandomFaultRun:
-    """One job, and what a seed does to it. Node n0 stays: the launcher ends with the last of its own nodes."""
+    """One job and its seeded random faults.
+
+    Node n0 stays, because the launcher exits with the last of its own nodes.
+    """
 
     def __init__(self, job: ElasticRun, seed: int) -> None:
         self.job = job
         self.random = random.Random(seed)
         self.alive = {"n0", "n1", "n2"}
         self.told: list[str] = []
-        policy = job.folder / "policy.yaml"  # else who is killed twice is left out
+        policy = job.folder / "policy.yaml"  # otherwise the policy excludes a node that is killed twice
         policy.write_text("max_num_repeat_offenders_to_avoid: 0\n")
         self.run = job.run(
             *("--simulate-nodes", "3", "--nnodes", "1:3", "--nproc", "2", "--spares", str(seed % 2)),
@@ -42,7 +45,7 @@ class RandomFaultRun:
         kinds += [self.lose, self.leave] if len(self.alive) > 1 else []
         kinds += [self.come_back] if len(self.alive) < 3 else []
         self.random.choice(kinds)()
-        if self.random.random() < 0.5:  # else the next thing happens in the middle of this one
+        if self.random.random() < 0.5:  # otherwise the next event happens during this one
             wait_until(lambda: self.job.is_in_phase("running"), "the job runs again")
 
     def some_node(self) -> str:
@@ -94,21 +97,21 @@ class RandomFaultRun:
         wait_until(lambda: self.job.pids('"type":"node"', f'"node":"{node}"'), f"{node} is being started")
 
         def heard() -> bool:
-            """Before that, to lose the node or to ask it back is about the process that was here earlier, or nobody."""
+            """Return whether the new process sent a heartbeat, so that the next fault cannot hit its predecessor."""
             ago_s, status = time.monotonic() - began, self.job.status()
             nodes = () if status is None else status.nodes
             return any(
                 one.node == node and one.state != "disconnected" and one.last_heartbeat_s < ago_s for one in nodes
             )
 
-        wait_until(heard, f"{node} is heard of")
+        wait_until(heard, f"{node} sends heartbeats")
 
     def end(self) -> None:
         wait_until(
             lambda: "error" not in self.job.run_json("resize", "--nodes", "max"),
-            "the coordinator is asked for all nodes",
+            "the coordinator accepts the resize",
         )
-        for path in self.job.folder.glob("fault-*"):  # of a node that was in no world since
+        for path in self.job.folder.glob("fault-*"):  # of a node that was in no world afterwards
             path.unlink(missing_ok=True)
 
         def all_in() -> bool:
@@ -123,7 +126,7 @@ class RandomFaultRun:
 
 
 def assert_worlds_valid(job: ElasticRun) -> None:
-    """Of every world each rank once, of a size that is allowed; a process is never in an earlier world than before."""
+    """Check that every world has an allowed size and each rank once, and that epochs only increase."""
     worlds, lives, targets = defaultdict(list), defaultdict(list), defaultdict(set)
     for one in job.rank_messages("in"):
         worlds[one["epoch"]].append(one)

@@ -1,4 +1,4 @@
-"""What ``elastic run`` starts beside the ranks: the store that lives in no rank, and the nodes' agents."""
+"""The store and the node agents that ``elastic run`` starts in addition to the ranks."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_node_whose_agent_cannot_start_leaves_the_job(job: ElasticRun) -> None:
 
 
 def is_watched(place: Path) -> bool:
-    """Whether a process holds the lock of those that watch the agent."""
+    """Return whether a process holds the lock of the agent's watchdog."""
     with contextlib.suppress(FileNotFoundError), AgentPaths(place).watchdog_lock.open("r+") as lock:
         try:
             fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -105,7 +105,7 @@ def test_wrong_agent_setting_is_a_usage_error(job: ElasticRun) -> None:
 def test_job_ends_with_the_reason_where_no_node_has_an_agent(job: ElasticRun) -> None:
     broken_agent(job, "n0")
     run = job.run("--shrink-after", "0", "--agent")
-    assert job.wait_ended(run) in (7, 8)  # by the time at which the node leaves: in a world, or before the first one
+    assert job.wait_ended(run) in (7, 8)  # depends on whether the node leaves during a world or before the first one
     end = next(line for line in reversed(job.output().splitlines()) if "did not start" in line)
     assert end.startswith(("failed: ", "stopped: ")), job.output()
     assert "its node agent did not start in 3 attempts: FileExistsError" in end
@@ -117,7 +117,7 @@ def test_agents_of_simulated_nodes_end_with_success_and_stay_for_a_resume(job: E
     before = job.wait_world(2)
     places = [job.folder / "run" / "job" / node / "agent" for node in ("n0", "n1")]
     pids = wait_until(lambda: (found := [agent_pid(place) for place in places]) and None not in found and found)
-    kill(before[0]["pid"])  # agents do not notice what happens to ranks
+    kill(before[0]["pid"])  # the agents survive the death of a rank
     job.wait_world(2, after=before[0]["epoch"])
     run.send_signal(signal.SIGTERM)
     assert job.wait_ended(run) == 7
@@ -130,7 +130,7 @@ def test_agents_of_simulated_nodes_end_with_success_and_stay_for_a_resume(job: E
     job.finish()
     assert job.wait_ended(again) == 0
     wait_process_ended(own)
-    wait_process_ended(pids[1])  # found, not started, by the second run: it is the job's all the same
+    wait_process_ended(pids[1])  # the second run found this agent, and releases it although it did not start it
 
 
 def test_agent_of_a_killed_supervisor_ends_with_the_job(job: ElasticRun) -> None:
@@ -142,7 +142,7 @@ def test_agent_of_a_killed_supervisor_ends_with_the_job(job: ElasticRun) -> None
     for pid in job.pids('"type":"node"', '"node":"n1"'):
         kill(pid)
     job.wait_world(1, after=before[0]["epoch"])
-    assert process_start_time(agent) >= 0, "what it has may be needed"
+    assert process_start_time(agent) >= 0, "the agent's data may be needed"
     job.finish()
     assert job.wait_ended(run) == 0
     wait_process_ended(agent)

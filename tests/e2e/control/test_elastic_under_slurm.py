@@ -1,4 +1,7 @@
-"""What Slurm's signals mean to ``elastic run`` in a step's tasks. Slurm itself is there in the system tests."""
+"""``elastic run`` handles Slurm's signals in the tasks of a step.
+
+The system tests use Slurm itself.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ def job():
 
 
 def start(job, node, nodes, *options):
-    """A task of a step, as Slurm starts it."""
+    """Start a task of a step as Slurm does."""
     count = nodes.count(",") + 1
     job.environ |= {
         "SLURM_JOB_ID": "12",
@@ -65,4 +68,4 @@ def test_secret_is_private_and_removed_with_the_job(job):
     assert stat.S_IMODE(secret.parent.stat().st_mode) == 0o700
     job.finish()
     assert [job.wait_ended(run) for run in runs] == [0, 0]
-    wait_until(lambda: not [*secret.parent.iterdir()], "nothing is left of the secret")
+    wait_until(lambda: not [*secret.parent.iterdir()], "the secret is deleted")

@@ -1,4 +1,4 @@
-"""Scripts that cannot train in the world they are given, or do not hear what is wanted of them."""
+"""Scripts that cannot train in their world, or that ignore requests."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_batch_too_small_for_the_ranks_fails_the_job_with_a_reason(job: ElasticR
     assert "PolicyError: world_size is 2, but global_batch has 1 samples: 1 ranks would have nothing to do" in said
     logs = [log.read_text() for log in (job.folder / "logs").glob("*/*.log")]
     assert all("JobFailedError" in log for log in logs)
-    assert any("BatchPlan(1, world.size)" in log for log in logs)  # a rank may learn of the other's fault first
+    assert any("BatchPlan(1, world.size)" in log for log in logs)  # a rank may receive the other's fault first
 
 
 FAILS_AT_ONCE = """

@@ -1,4 +1,4 @@
-"""Jobs any of whose machines may lead: the one that does is lost, gives up the lead, or is stopped for a while."""
+"""Jobs with several leader candidates whose leader is lost, resigns, or is suspended."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def job():
 
 
 class LauncherNodes:
-    """Several launchers that know of each other only what is noted in a file."""
+    """Several launchers that find each other only through a record in a file."""
 
     def __init__(self, job: ElasticRun, url: str, *options: str) -> None:
         self.job, self.url = job, url
@@ -42,7 +42,7 @@ class LauncherNodes:
         return open_leader_record(self.url).read()
 
     def leader(self, *, but: str = "") -> str:
-        """The machine that leads, once another one than ``but`` does."""
+        """Wait for a leader other than ``but`` and return its machine."""
 
         def leads() -> str:
             record = self.record()
@@ -50,12 +50,12 @@ class LauncherNodes:
             return name if name in self.runs and name != but else ""
 
         try:
-            return wait_until(leads, "somebody leads")
+            return wait_until(leads, "a machine leads")
         except AssertionError as error:
             raise AssertionError(f"{error}: {self.record()}\n{self.job.output()}") from None
 
     def lose(self, name: str) -> None:
-        """The machine is gone: its launcher, supervisor, coordinator and ranks."""
+        """Kill the machine's launcher, supervisor, coordinator and ranks."""
         run = self.runs.pop(name)
         gone = [run.pid, *self.job.pids(f'"node":"{name}"'), *self.job.pids(f'"candidate":"{name}-')]
         for pid in gone:
@@ -146,7 +146,7 @@ def test_deleted_leader_record_is_recreated_and_the_world_continues(job: Elastic
     record = all_of_them.record()
     (job.folder / "shared" / "leader").unlink()
     wait_until(lambda: all_of_them.record() is not None)
-    all_of_them.leader()  # the same one, unless a candidate was quicker
+    all_of_them.leader()  # usually the same machine
     assert all_of_them.record().term >= record.term
     wait_until(lambda: job.is_in_phase("running"))
     assert (job.status().epoch, job.status().restarts) == (before[0]["epoch"], 0)
@@ -155,7 +155,7 @@ def test_deleted_leader_record_is_recreated_and_the_world_continues(job: Elastic
     assert [job.wait_ended(run) for run in all_of_them.runs.values()] == [0, 0]
 
 
-def test_stopped_job_resumes_with_the_same_command_and_a_finished_one_does_not_rerun(job: ElasticRun) -> None:
+def test_same_command_resumes_a_stopped_job_and_skips_a_finished_one(job: ElasticRun) -> None:
     all_of_them = machines(job, "--nnodes", "2")
     all_of_them.start("m1", "m2")
     before = job.wait_world(2)

@@ -1,4 +1,4 @@
-"""What a job that has succeeded has in memory is given back when it is in the durable tier, and not otherwise."""
+"""A successful job releases its memory only if its newest step is in the durable tier."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ JOB = "tiered://given-back"
 
 @contextlib.contextmanager
 def node():
-    """A node's agent as its supervisor has it, and the settings of a rank there."""
+    """Yield a supervisor's node agent and the settings of a rank on that node."""
     with agent_directory() as directory:
         environ = {
             "TIEREDCKPT_AGENT_DIRECTORY": str(directory),
@@ -39,7 +39,7 @@ def state_of(step):
 
 
 def train(settings, url, steps, *, durable, **last):
-    """A process that ends when it has done these steps, of which ``durable`` ones are brought to the durable tier."""
+    """Run ``steps`` in a process and upload the steps in ``durable``."""
     with Checkpointer(JOB, durable=url, durable_every=10**6, settings=settings) as ckpt:
         assert ckpt.restore(state_of(0)) == steps.start - 1
         for step in steps:
@@ -53,7 +53,7 @@ def slot_files(directory):
 
 
 def end_job(agent, directory):
-    """The job has succeeded; what is in memory then."""
+    """End the successful job and return the slot files that remain in memory."""
     pid = agent_pid(directory)
     agent.shut_down()
     wait_process_ended(pid)
@@ -78,7 +78,7 @@ def test_memory_of_an_external_agent_is_released_and_the_agent_stays(tmp_path):
 
 
 def test_memory_of_an_earlier_supervisor_is_released(tmp_path):
-    """One that was killed: nothing was saved here under the one that came after it."""
+    """The first supervisor was killed, and nothing was saved under its successor."""
     with node() as (killed, directory, settings):
         train(settings, str(tmp_path), range(4), durable={3})
         with contextlib.closing(MemoryTierProcess(killed._environ, directory.parent)) as agent:
@@ -128,7 +128,7 @@ def test_pending_upload_is_awaited(tmp_path, monkeypatch):
 
 
 def test_restarted_job_keeps_its_memory(tmp_path):
-    """It is there while uploads are waited for, and saves what is newer."""
+    """The job is running again while the agent waits for uploads, and it saves a newer step."""
     with node() as (agent, directory, settings):
         train(settings, str(tmp_path), range(4), durable={3})
         with Checkpointer(JOB, durable=str(tmp_path), durable_every=10**6, settings=settings) as ckpt:
@@ -138,7 +138,7 @@ def test_restarted_job_keeps_its_memory(tmp_path):
             ckpt.save(state_of(4), 4).wait()
             ending.join()
             pid = agent_pid(directory)
-            assert pid is not None, "somebody needs the agent"
+            assert pid is not None, "the agent is still in use"
             assert ckpt.save(state_of(5), 5).wait().name == "SEALED"
         close_sessions()
-        wait_until(lambda: slot_files(directory), "it is still there")
+        wait_until(lambda: slot_files(directory), "the memory is kept")

@@ -1,4 +1,4 @@
-"""A job all of whose processes are stopped for a while and continued (``scontrol suspend``, ``docker pause``)."""
+"""A job whose processes are all stopped and continued (``scontrol suspend``, ``docker pause``)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.support.local_nodes import wait_until
 pytestmark = pytest.mark.e2e
 
 _SUSPENDED_S = 13.0
-"""Longer than a node may be silent, and than ranks may take for a step here."""
+"""Seconds of suspension, longer than the limits for silent nodes and for a step."""
 
 
 @pytest.fixture
@@ -23,7 +23,7 @@ def job():
 
 
 def suspend(job: ElasticRun, seconds: float) -> None:
-    """Nobody of the job runs for so long."""
+    """Stop all processes of the job for ``seconds``."""
     stopped = job.pids()
     for pid in stopped:
         kill(pid, signal.SIGSTOP)
@@ -39,7 +39,7 @@ def test_suspended_job_resumes_in_the_same_world_without_faults(job: ElasticRun)
     before = job.wait_world(4)
     steps = {node.node: node.step for node in wait_until(lambda: _status_with_steps(job)).nodes}
     suspend(job, _SUSPENDED_S)
-    status = wait_until(lambda: _further(job, steps), "steps after it was suspended")
+    status = wait_until(lambda: _further(job, steps), "the job completes steps after the suspension")
     assert (status.epoch, status.restarts, status.phase.value) == (before[0]["epoch"], 0, "running")
     assert job.rank_messages("notice") == []
     assert job.rank_messages("stale") == []

@@ -1,4 +1,4 @@
-"""SIGKILL of the agent at every point of a drain: the next agent finishes the step and sends nothing twice."""
+"""After SIGKILL of the agent at any point of a drain, the next agent finishes without resending."""
 
 import json
 import signal
@@ -13,13 +13,13 @@ from tieredckpt.session.session import open_session
 from tieredckpt.settings import DurableSettings, load_settings
 
 SIZE = 6 << 20
-"""Elements of four bytes: five parts a step."""
+"""Elements of four bytes: five parts per step."""
 SMALL = 11 << 18
 """Three parts."""
 
 
 def start_agent(say):
-    """An embedded agent in this process's environment; it outlives the process."""
+    """Start an embedded agent that outlives this process."""
     open_session("nobody", load_settings()).agent.list_steps("nobody")
 
 
@@ -29,7 +29,7 @@ def settings_through(proxy, server, **changes):
 
 
 def kill_points(point, in_a_push):
-    """The first and the second time that a drain comes to the point; the other one is for the night."""
+    """Return parameters for the first and the second pass of each point, one of them nightly."""
     return [
         pytest.param(point, count, marks=() if count == in_a_push else pytest.mark.nightly, id=f"{point}-{count}")
         for count in (1, 2)
@@ -54,14 +54,14 @@ def test_agent_killed_during_a_drain_resumes_it(agent_dir, rclone, rclone_proxy,
     job.save(0, 1, size=SMALL)
     assert agent_pid(agent_dir) not in (None, doomed), "the agent was not killed"
     sent = rclone_proxy.parts_sent()
-    assert sent == [1, 1, 2, 2, 3, 3], "a part of a finished upload was sent again"
+    assert sent == [1, 1, 2, 2, 3, 3], "the agent resent a part of a finished upload"
     job.lose_memory()
     job.assert_restores(1, tiers={"durable"}, size=SMALL)
     job.assert_restores(0, tiers={"durable"}, size=SMALL, named=0)
 
 
 def test_agent_killed_between_two_parts_resumes_the_upload(agent_dir, rclone, rclone_proxy):
-    """Parts the store has confirmed are not sent again; the upload that was begun is the one that is finished."""
+    """The next agent finishes the same upload and does not resend parts that the store confirmed."""
     held = rclone_proxy.add_rule("PUT", query="partNumber=4").hold()
     job = CheckpointJob(agent_dir, settings_through(rclone_proxy, rclone, concurrency=1))
     with job.checkpointer() as ckpt:
@@ -93,7 +93,7 @@ def test_next_agent_continues_the_drain_of_a_stopped_one(agent_dir, rclone, rclo
 
 
 def test_bucket_contains_only_the_steps(agent_dir, rclone, rclone_proxy, zygote):
-    """However often the agent was killed, the bucket holds two objects a shard and one manifest a step."""
+    """After any number of kills the bucket has two objects per shard and one manifest per step."""
     zygote.run(start_agent, environ=crash_environ("drain.indexed:1"))
     settings = settings_through(rclone_proxy, rclone, on_busy="wait")
     job = CheckpointJob(agent_dir, settings)

@@ -1,4 +1,7 @@
-"""Random kills of trainer, agent and both, at random places; a short run always, a long one in ``make nightly``."""
+"""Random kills of trainer and agent at random points.
+
+The short run always runs, the long one in ``make nightly``.
+"""
 
 import os
 import random
@@ -26,7 +29,7 @@ def test_many_random_kills(agent_dir, zygote, seed):
 
 
 def assert_survives(agent_dir, zygote, *, seed, kills):
-    """However it is killed, the job ends with the losses and the weights of a run that nobody killed."""
+    """Check that a job with random kills ends with the losses and weights of an undisturbed run."""
     reference = reference_run(zygote)
     rng, lines = random.Random(seed), []
     for _ in range(kills):

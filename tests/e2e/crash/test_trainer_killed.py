@@ -1,5 +1,7 @@
-"""SIGKILL of the trainer at every point of save, seal and load: nothing older than the last acknowledged step comes
-back, and what comes back continues bit for bit."""
+"""SIGKILL of the trainer at every point of save, seal and load.
+
+No restore returns a step older than the last acknowledged one, and training continues bit for bit.
+"""
 
 import hashlib
 import os
@@ -51,9 +53,9 @@ def digest(model, optimizer):
 
 
 def train(say, steps=STEPS, wait=True):
-    """The loop of the README; says what it restored, every loss and every acknowledged step."""
+    """Run the README's loop, and report the restored step, every loss and every acknowledged step."""
     model, optimizer = build_model()
-    train_step(model, optimizer, 10**6)  # makes the optimizer's state, so that it can be filled in place
+    train_step(model, optimizer, 10**6)  # creates the optimizer's state, so that the restore can fill it in place
     model.load_state_dict(build_model()[0].state_dict())
     for state in optimizer.state.values():
         for tensor in state.values():
@@ -105,7 +107,7 @@ def test_trainer_killed_during_a_save_resumes(agent_dir, zygote, reference_run, 
     assert first.status == -signal.SIGKILL
     second = zygote.run(train)
     check_resumed(first, second, reference_run)
-    assert not list((agent_dir / "notes").glob("lease.*")), "the dead writer's slot was not taken back"
+    assert not list((agent_dir / "notes").glob("lease.*")), "the dead writer's slot was not freed"
 
 
 @pytest.mark.parametrize("point", ["load.voted", "load.half", "load.done"])
@@ -129,7 +131,7 @@ def restore_step(say, url, step=None):
 
 
 def restore_and_die(say, url):
-    """Restore, come to a step that is not due to be saved, and be killed."""
+    """Restore, reach a step that is not due for a save, and kill the process."""
     with Checkpointer(JOB, durable=url, every=100) as ckpt:
         say(f"restored {ckpt.restore({'w': torch.zeros(1000)})}")
         ckpt.save({"w": torch.ones(1000)}, 7)
@@ -137,7 +139,10 @@ def restore_and_die(say, url):
 
 
 def test_node_prefers_an_older_step_after_loads_that_crash(agent_dir, zygote, tmp_path):
-    """Here, for a while, and where nobody names the step: for others it stays what it is, and nothing is written."""
+    """Only this node prefers the older step, for a while, and only if the caller names no step.
+
+    Other nodes are not affected, and the durable tier does not change.
+    """
     url = f"file://{tmp_path}"
     zygote.run(save_two_steps, url)
     before = sorted(tmp_path.rglob("*"))
@@ -155,7 +160,7 @@ def test_node_prefers_an_older_step_after_loads_that_crash(agent_dir, zygote, tm
 
 
 def test_process_that_reaches_its_first_step_is_no_crashed_load(agent_dir, zygote, tmp_path):
-    """Where the step is lost later on, by a fault or with its machine, there is nothing wrong with what was loaded."""
+    """If the step is lost after the first step, the load itself was good."""
     url = f"file://{tmp_path}"
     zygote.run(save_two_steps, url)
     for _ in range(7):
@@ -165,7 +170,7 @@ def test_process_that_reaches_its_first_step_is_no_crashed_load(agent_dir, zygot
         assert zygote.run(restore_step, url, environ=crash_environ("load.done")).status == -signal.SIGKILL
     assert zygote.run(restore_and_die, url).lines == ["restored 1"]
     assert zygote.run(restore_step, url, environ=crash_environ("load.done")).status == -signal.SIGKILL
-    assert zygote.run(restore_step, url).result == 1, "a load that went well says that the step can be loaded"
+    assert zygote.run(restore_step, url).result == 1, "a successful load proves that the step is loadable"
 
 
 def test_trainer_and_agent_killed_together_at_any_time(agent_dir, zygote, reference_run):
@@ -189,7 +194,7 @@ def test_next_trainer_uses_the_surviving_agent(agent_dir, zygote):
 
 
 def test_repeatedly_killed_trainer_resumes(agent_dir, zygote, reference_run):
-    """Every restart makes progress, whatever is killed: at most one step is computed twice per kill."""
+    """Every restart makes progress: each kill repeats at most one step."""
     lines, points = [], ["stage.half", "seal.asked", "load.half", "stage.filled", "seal.written", "load.done"]
     for number in range(30):
         ended = zygote.run(train, environ=crash_environ(f"{points[number % len(points)]}:{1 + number % 2}"))
@@ -220,7 +225,7 @@ def train_as_rank(say, steps):
             state[f"own{dist.get_rank()}"].fill_(current)
             try:
                 dist.all_reduce(torch.ones(1))
-            except RuntimeError:  # the other one was killed: the launcher is about to take this one down, too
+            except RuntimeError:  # the other rank was killed, and the launcher is about to kill this one
                 threading.Event().wait()
             say(f"loss {current} {loss.item().hex()}")
             ckpt.save(state, current).wait()
@@ -233,7 +238,7 @@ def train_as_rank(say, steps):
 def test_rank_killed_during_a_save_leaves_the_last_complete_step(agent_dir, zygote, point, victim):
     first = zygote.start_world(2, train_as_rank, 5, environ={victim: crash_environ(f"{point}:3")})
     assert first[victim].wait().status == -signal.SIGKILL
-    first[1 - victim].kill()  # the launcher takes the others down
+    first[1 - victim].kill()  # the launcher kills the others
     survivor = first[1 - victim].wait()
     acknowledged = [int(line.split()[1]) for line in survivor.lines if line.startswith("sealed")]
     second = [running.wait() for running in zygote.start_world(2, train_as_rank, 5)]

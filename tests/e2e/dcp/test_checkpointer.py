@@ -31,7 +31,7 @@ def state_at(step):
 
 
 class Awaited(threading.Thread):
-    """Ends when somebody waits for it."""
+    """A thread that ends when a caller joins it."""
 
     def __init__(self):
         super().__init__(daemon=True)
@@ -47,7 +47,7 @@ class Awaited(threading.Thread):
 
 
 def test_close_waits_for_slots_that_are_being_prepared(agent_dir, monkeypatch):
-    """However often it restored: who came too late would find no agent, and start one."""
+    """``close`` waits for the preparation of every restore, which could otherwise start a new agent."""
     threads = []
 
     def prepare(slots, *_):
@@ -103,7 +103,7 @@ def test_saved_state_is_the_state_at_the_call(agent_dir):
 def test_later_saves_need_no_planning(agent_dir, monkeypatch):
     with Checkpointer(JOB) as ckpt:
         ckpt.save(state_at(0), 0)
-        monkeypatch.setattr(dcp, "save", lambda *a, **k: pytest.fail("planned again"))
+        monkeypatch.setattr(dcp, "save", lambda *a, **k: pytest.fail("the save planned again"))
         for step in range(1, 5):
             assert ckpt.save(state_at(step), step).wait() is SaveState.SEALED
 
@@ -168,7 +168,7 @@ def test_damage_of_every_step_is_an_error(agent_dir):
 
 
 def test_damage_is_remembered_until_a_newer_step_is_complete(agent_dir):
-    """Also by the next agent, which finds nothing but the note: a lost checkpoint is not one that never was."""
+    """The next agent finds the damage record and reports the checkpoint as lost, not as never saved."""
     with Checkpointer(JOB) as ckpt:
         ckpt.save(state_at(0), 0).wait()
         damage_newest(agent_dir)
@@ -224,7 +224,7 @@ def test_steps_saved_after_a_rewind_replace_later_ones(agent_dir):
 
 
 def test_reading_a_checkpoint_leaves_it_unchanged(agent_dir, tmp_path):
-    """Notebooks, evaluations, a finished script that is started again: none of them is a restart that died."""
+    """Notebooks, evaluations and reruns of a finished script do not count as crashed restarts."""
     from tieredckpt.session.session import close_sessions
 
     with Checkpointer(JOB, durable=f"file://{tmp_path}") as ckpt:
@@ -339,7 +339,7 @@ def test_closed_checkpointer_leaves_no_thread(agent_dir):
 
 
 def loop(kind, steps, every_restart=2):
-    """Train with restarts in between; the state at the end."""
+    """Train with restarts in between, and return the final state."""
     done = -1
     while done < steps - 1:
         model, optimizer = build_model(kind, dist.get_world_size(), seed=5)
@@ -363,7 +363,7 @@ def loop(kind, steps, every_restart=2):
 
 def reference_state(kind, steps):
     model, optimizer = build_model(kind, dist.get_world_size(), seed=5)
-    get_state(model, optimizer)  # makes the optimizer's state, as the loop does before it restores
+    get_state(model, optimizer)  # creates the optimizer's state, as the loop does before a restore
     for _ in range(steps):
         train_steps(model, optimizer, 1)
     return full_state(get_state(model, optimizer))
@@ -486,7 +486,7 @@ def test_writers_and_checkpointers_share_a_job(agent_dir):
 
 
 def loop_with_optimizer(steps, seed_step=0):
-    """The README's loop: objects with a state, not their state dicts. Returns losses by step."""
+    """Run the README's loop with stateful objects, and return losses by step."""
     torch.manual_seed(0)
     model = torch.nn.Linear(16, 16)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -516,7 +516,7 @@ def test_fresh_start_does_not_change_the_optimizer(agent_dir):
     with Checkpointer(JOB) as ckpt:
         assert ckpt.restore({"optim": optimizer}) == -1
         assert not optimizer.state
-        ckpt.save({"optim": optimizer}, 0).wait()  # saved before the first step: there are no moments
+        ckpt.save({"optim": optimizer}, 0).wait()  # saved before the first step, without moments
         assert ckpt.restore({"optim": optimizer}) == 0
         assert not optimizer.state
 

@@ -1,6 +1,6 @@
-"""DCP's own file writer and reader are the reference: the same state through both, and the same comes back.
+"""The same state through DCP's own files and through this package, with equal results.
 
-Where files refuse a tensor (or end the process), this package refuses it and names it.
+If DCP's files refuse a tensor or end the process, this package raises an error that names the tensor.
 """
 
 import itertools
@@ -31,7 +31,7 @@ node = module_agent("alike")
 
 
 class OpaqueTensor(torch.Tensor):
-    """A wrapper that does not say what is in it: no ``__tensor_flatten__``."""
+    """A wrapper whose content is hidden, because it has no ``__tensor_flatten__``."""
 
     @staticmethod
     def __new__(cls, inner):
@@ -50,13 +50,13 @@ class OpaqueTensor(torch.Tensor):
 
 @pytest.fixture(autouse=True)
 def allowed():
-    """What a user of such classes does before ``dcp.load`` reads files."""
+    """Allow the test's tensor classes, as a user must before ``dcp.load`` reads files."""
     with torch.serialization.safe_globals([TwoTensor, OpaqueTensor]):
         yield
 
 
 class PlainFiles:
-    """The reference."""
+    """The reference: DCP's own files."""
 
     def __init__(self, path):
         self.path = path
@@ -103,7 +103,7 @@ def complex_numbers(*shape):
 
 
 def inner_tensors(value):
-    """A tensor as tensors that can be compared."""
+    """Return a tensor as comparable tensors."""
     if isinstance(value, TwoTensor):
         return [inner_tensors(value.a), inner_tensors(value.b)]
     if isinstance(value, OpaqueTensor):
@@ -219,7 +219,7 @@ REFUSED = {
 @pytest.mark.parametrize("how", ["save", "async_save", "load", "second save"])
 @pytest.mark.parametrize("kind", REFUSED)
 def test_tensors_without_memory_are_refused_by_name(ours, kind, how):
-    """Files refuse the first two and end the process for the others."""
+    """DCP's files refuse the first two, and end the process for the others."""
     good = {"inner": {"name": torch.randn(REFUSED[kind]().shape), "other": torch.randn(4)}}
     state = {"inner": {"name": REFUSED[kind](), "other": torch.randn(4)}}
     if how in ("load", "second save"):
@@ -286,7 +286,7 @@ def test_save_returns_its_location(storage):
 
 
 def strided_shards(path):
-    """A 2 x 2 mesh, sharded twice along one dimension as FSDP2 over tensor parallelism does it."""
+    """A 2 x 2 mesh, sharded twice along one dimension, as in FSDP2 over tensor parallelism."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Shard, distribute_tensor
     from torch.distributed.tensor.placement_types import _StridedShard
@@ -295,7 +295,7 @@ def strided_shards(path):
     found = []
     for rows in (8, 16):
         full = torch.arange(float(rows * 3)).view(rows, 3)
-        # first over tp, then what is left over dp: the order of the mesh's dimensions is the other one
+        # tp shards first, then dp shards the rest; the mesh has the opposite order
         local = distribute_tensor(full, mesh["tp"], [Shard(0)]).to_local()
         part = local.chunk(2)[mesh.get_local_rank("dp")].contiguous()
         state = {
@@ -319,14 +319,14 @@ def test_strided_shards(ranks, tmp_path):
 
 
 @pytest.mark.skipif(
-    not hasattr(dcp, "CheckpointableTensor"), reason="this torch does not ask tensors which slices they are"
+    not hasattr(dcp, "CheckpointableTensor"), reason="this torch does not support tensors with declared slices"
 )
 @pytest.mark.parametrize("how", ["save", "async_save"])
 @pytest.mark.filterwarnings("ignore:Detected an existing checkpoint")
 def test_tensors_with_declared_slices_round_trip(storage, how):
     """A plain tensor with two slices of a larger one, and padding between them."""
     if how == "async_save" and isinstance(storage, PlainFiles):
-        pytest.skip("what torch stages for its own files does not say which slices it is")
+        pytest.skip("torch does not stage the slices of a tensor for its own files")
 
     def sliced(values, at):
         values.global_shape = (8, 2)

@@ -89,7 +89,7 @@ ROWS, COLUMNS = [Shard(0)], [Shard(1)]
 WORLDS = [(2, 3), (4, 3), (1, 4), (4, 2)]
 DIRECTIONS = [(ROWS, ROWS), (ROWS, COLUMNS), (COLUMNS, ROWS)]
 IN_A_PUSH = [(2, 3, *DIRECTIONS[0]), (4, 3, *DIRECTIONS[1]), (1, 4, *DIRECTIONS[2]), (4, 2, *DIRECTIONS[0])]
-"""Each pair of worlds and each direction at least once; the whole matrix is for the night."""
+"""Each pair of worlds and each direction at least once; the full matrix is nightly."""
 ALL = [(*worlds, *directions) for worlds in WORLDS for directions in DIRECTIONS]
 
 
@@ -141,7 +141,7 @@ def save_async(kind, way):
         )
         with torch.no_grad():
             for parameter in model.parameters():
-                parameter.mul_(-3)  # training goes on while the save runs
+                parameter.mul_(-3)  # training continues during the save
         future.result()
         set_state(model, optimizer, _distributed_like(state, before))
     writer.close()
@@ -189,7 +189,7 @@ def test_process_group_of_some_ranks(agent_dir, ranks):
 
 
 def load_alone():
-    """Only rank 1 loads: no other rank may be needed."""
+    """Load on rank 1 only, which needs no other rank."""
     found = {"model": {"norm.weight": torch.zeros(24)}}
     if dist.get_rank() == 1:
         dcp.load(found, storage_reader=TieredReader(JOB), no_dist=True)

@@ -1,4 +1,4 @@
-"""Restores of a job of which somebody keeps account: what it knows of is gone on from, insisted on, or missed."""
+"""Restores with a progress hook whose expected step is restored, required, or missing."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TARGET = "tiered://overseen"
 
 
 class Ledger:
-    """An overseer that was told one thing, and notes what it hears of."""
+    """A progress hook that returns one expected step and records its calls."""
 
     def __init__(self, expected=None):
         self.told = expected
@@ -57,6 +57,6 @@ def test_expected_step_decides_only_when_it_insists(agent_dir):
     with pytest.raises(CheckpointNotFoundError):
         restored(ExpectedStep(8, "the operator has 8", is_required=True))
     with use_progress_hook(ledger), Checkpointer(TARGET) as ckpt:
-        assert ckpt.restore(state(), 1) == 1  # who names a step has decided already
+        assert ckpt.restore(state(), 1) == 1  # a step that the caller names needs no expected step
     assert ledger.asked == []
     assert ledger.sealed_steps[-1] == ("overseen", 2, 2)

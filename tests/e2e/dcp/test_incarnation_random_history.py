@@ -1,9 +1,14 @@
-"""Everything that can happen to a job's incarnations in one story, told by chance and compared with the obvious model.
+"""Random histories of a job's incarnations, compared with a simple model.
 
-One driver tells real ranks (and DCP's real background processes) what to do next: save in any way that DCP has, load
-any step that there is, go on as fewer, end and start again with another number of ranks, be killed, also while a save
-goes on in the background. After every action it asks a reader which step is the newest, and at a load every value is
-compared, so that a step of a past that was left, or of the other job, is noticed at once.
+One driver sends random actions to real ranks and DCP's real background processes:
+
+- save in any way that DCP offers,
+- load any existing step,
+- continue in a smaller world, or restart with another number of ranks,
+- be killed, even during a background save.
+
+After every action a reader returns the newest step, and every load compares every value. A step of an abandoned branch
+or of the other job is therefore found at once.
 """
 
 from __future__ import annotations
@@ -43,7 +48,7 @@ if OLDEST:  # its dcp.save has no use_collectives
 
 
 class Rank:
-    """One rank of a world; every action is done by all of them."""
+    """One rank of a world; all ranks execute every action."""
 
     def __init__(self):
         self.checkpointers, self.writers = {}, {}
@@ -54,8 +59,8 @@ class Rank:
         self.some = dist.new_group([*range(max(1, self.size - 1))])
 
     def resize(self, size, where):
-        """The same processes go on in a smaller world: with the same writers, and new checkpointers."""
-        self.close()  # DCP's own background process would stay in the world that it began in
+        """Continue in a smaller world with the same processes and writers, and new checkpointers."""
+        self.close()  # DCP's own background process would stay in its first world
         dist.destroy_process_group()
         if self.rank < size:
             dist.init_process_group("gloo", init_method=f"file://{where}", rank=self.rank, world_size=size)
@@ -82,7 +87,7 @@ class Rank:
                 async_checkpointer_type=kind,
             )
             for tensor in state.values():
-                tensor.fill_(-1)  # training goes on
+                tensor.fill_(-1)  # training continues
             future.result()
         elif way == "subgroup":
             if self.rank < max(1, self.size - 1):
@@ -99,7 +104,7 @@ class Rank:
         return self.checkpointers[job]
 
     def load(self, job, step, how):
-        """The step that was loaded and every value that is in it."""
+        """Load, and return the step and all its values."""
         target = {"w": torch.zeros(4)}
         if how == "checkpointer":
             found = self.checkpointer(job).restore(target, step, strict=False)
@@ -118,7 +123,7 @@ class Rank:
 
 
 def run_actions(say, actions):
-    """What a world does from its start to its end, and what each rank saw."""
+    """Run the actions of one world on this rank and return its observations."""
     me, seen = Rank(), []
     try:
         for name, *arguments in actions:
@@ -129,7 +134,7 @@ def run_actions(say, actions):
                 say("saved")
                 threading.Event().wait()
             seen.append(getattr(me, name)(*arguments))
-            if not dist.is_initialized():  # this rank has no place in the world from here on
+            if not dist.is_initialized():  # this rank has left the world
                 break
             dist.barrier()
             seen.append([newest(job) for job in JOBS])
@@ -140,7 +145,7 @@ def run_actions(say, actions):
 
 
 def newest(job):
-    """Which step a reader would take; asking changes nothing."""
+    """Return the step that a reader would load, without any change."""
     try:
         return int(TieredReader(job).describe_choice().removeprefix("step "))
     except CheckpointNotFoundError:
@@ -152,14 +157,14 @@ def newest(job):
 
 @dataclass
 class Model:
-    """One job, as anybody would expect it to be."""
+    """The expected content of one job."""
 
     values: dict[int, float] = field(default_factory=dict)
-    """What each step of the branch that the job is on holds."""
+    """The value of each step on the job's current branch."""
     base: int | None = None
-    """The step that was loaded, until something is saved on top of it."""
+    """The loaded step, until a save continues from it."""
     by_some: bool = False
-    """Some ranks have saved it without the others: no fast save is possible until all of them have agreed again."""
+    """Whether only a subgroup saved the newest step: the next fast save needs an agreement of all ranks."""
 
     def save(self, step, value):
         if self.base is not None:
@@ -178,7 +183,7 @@ class Model:
 
 
 class RandomHistory:
-    """Actions by chance, and what has to be seen after each."""
+    """Random actions and the expected observations after each."""
 
     def __init__(self, chance, folder):
         self.chance, self.folder, self.meetings = chance, folder, itertools.count()
@@ -186,7 +191,7 @@ class RandomHistory:
         self.value = 0
 
     def world(self, size, length):
-        """The actions of one world, and what every rank has to see."""
+        """Return the actions of one world and the expected observations of every rank."""
         actions, expected = [], []
         for model in self.models.values():
             model.base, model.by_some = None, False
@@ -233,7 +238,7 @@ def run_history(zygote, seed, folder, *, worlds, length):
 
 
 def run_world(zygote, size, actions):
-    """What each rank saw; where one failed, what every one of them says."""
+    """Run the actions on every rank and return the observations, or raise with every rank's error."""
     running, found, failed = zygote.start_world(size, run_actions, actions), [], []
     try:
         for one in running:
@@ -249,7 +254,7 @@ def run_world(zygote, size, actions):
 
 
 def kill(zygote, story, chance):
-    """A whole world dies in or after a save: the step is whole, or it is as if it had never been begun."""
+    """Kill a world during or after a save, and check that the step is complete or absent."""
     job, when = chance.choice(JOBS), chance.choice(["saving", "saved"])
     model = story.models[job]
     step = (model.newest or 0) + 1

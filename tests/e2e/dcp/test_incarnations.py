@@ -1,5 +1,7 @@
-"""Whatever way a save takes through DCP, it is of the incarnation that the job's ranks are in: the job goes on from the
-step that was loaded, and what was saved after that step before is never taken for the newest again."""
+"""Every kind of DCP save belongs to the current incarnation of the job's ranks.
+
+The job continues from the loaded step, and abandoned later steps never become the newest again.
+"""
 
 import gc
 
@@ -36,11 +38,11 @@ EACH_WAY = [
     pytest.param(name, marks=without_collectives if "use_collectives" in how else ()) for name, how in WAYS.items()
 ]
 BACKGROUND = pytest.mark.nightly
-"""A background process takes seconds of a core to start: one test of them is part of a push."""
+"""One test of a background process per push, because its start takes seconds of CPU time."""
 
 
 def state_of(value, extra=0):
-    """A replicated tensor, one of this rank's own, and an object."""
+    """Return a replicated tensor, a tensor of this rank, and an object."""
     rank = dist.get_rank() if dist.is_initialized() else 0
     return {
         "w": torch.full((5,), float(value)),
@@ -59,7 +61,7 @@ def save(step, value, job=JOB, *, cached=False, extra=0, **how):
 
 
 def load(step=None, job=JOB, extra=0, **how):
-    """Which step was loaded, and the value in all of it."""
+    """Load, and return the step and its single value."""
     reader = TieredReader(job, step)
     target = zeros_like_state(state_of(1, extra))
     how.pop("use_collectives", None)
@@ -70,7 +72,7 @@ def load(step=None, job=JOB, extra=0, **how):
 
 
 def normal(target):
-    """The values of objects come back as they were saved: whole numbers here."""
+    """Return the state with the objects' values as integers, as they were saved."""
     return {name: one if torch.is_tensor(one) else (int(one[0]), one[1]) for name, one in target.items()}
 
 
@@ -94,7 +96,7 @@ def test_step_saved_after_loading_an_older_one_is_the_newest(agent_dir, zygote, 
 
 
 def change_plans_after_going_back(say):
-    """The second rank's part changes its size: only its plan is made anew, the other one's is the cached one."""
+    """Change the size of rank 1's part, so that only rank 1 plans again and rank 0's plan stays cached."""
     extra = 2 * dist.get_rank()
     how = {"cached": True}
     save(10, 10, **how)
@@ -163,8 +165,9 @@ def test_single_rank_saves_alone(agent_dir, zygote, way):
 
 
 def save_what_is_staged_last(say, kind):
-    """The first rank has staged into a slot when the second one, which has loaded alone, makes a new incarnation
-    necessary; the second one writes for it first, and that ends the slot.
+    """Write for a new incarnation at rank 1 while rank 0 has a staged slot.
+
+    Rank 1 needs the new incarnation because it has loaded alone. Its write invalidates rank 0's slot.
     """
     try:
         save(1, 1)
@@ -180,7 +183,7 @@ def save_what_is_staged_last(say, kind):
 
 
 class WritesLast(TieredWriter):
-    """Goes on with what was staged when another rank of this node writes for the new incarnation."""
+    """A writer that writes its staged slot after another rank of the node wrote for a new incarnation."""
 
     def _relabel(self, session, staged, key):
         assert staged is not None
@@ -195,7 +198,7 @@ def test_staged_state_is_saved_even_if_another_rank_starts_the_incarnation(agent
     assert zygote.run_world(2, save_what_is_staged_last, kind) == [(2, 2.0), (2, 2.0)]
 
 
-# -- processes of DCP's -------------------------------------------------------------------------------------------
+# -- DCP's background processes -----------------------------------------------------------------------------------
 
 
 def end_background_process():
@@ -204,7 +207,7 @@ def end_background_process():
 
 
 def save_in_background(step, value, writer=None, **how):
-    """By DCP's own background process."""
+    """Save in DCP's own background process."""
     how = how or {"storage_writer": writer or TieredWriter(JOB, step)}
     dcp.async_save(state_of(value), async_checkpointer_type=AsyncCheckpointerType.PROCESS, **how).result()
 
@@ -225,7 +228,7 @@ def save_by_turns(say):
 
 
 def newest():
-    """What would be loaded; asking changes nothing."""
+    """Describe the step that a load would choose, without any change."""
     return TieredReader(JOB).describe_choice()
 
 

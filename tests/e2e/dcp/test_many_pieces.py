@@ -1,4 +1,4 @@
-"""Jobs with more pieces than fit into a message: what was saved is restored, however many there are."""
+"""Jobs whose list of pieces exceeds one message are restored."""
 
 import json
 import os
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 JOB = "many"
 PIECES = 6_000
 MESSAGE, PAGE = 1 << 20, 32 << 10
-"""A rank's layout is 0.6 MiB as it was before it was compressed; what describes both ranks was more than a message."""
+"""Sizes that a rank's uncompressed layout (0.6 MiB) fits and both ranks' layouts exceed."""
 
 
 def settings():
@@ -49,7 +49,7 @@ def save(pieces):
 
 
 def restore(pieces, whose):
-    """The tensors of these ranks, and their notes."""
+    """Restore the tensors and objects of these ranks."""
     wanted = {}
     for rank in whose:
         wanted |= state_of(rank, pieces, 0.0)
@@ -111,7 +111,7 @@ def test_rank_with_more_pieces_than_an_agent_stores_is_refused_at_its_save(folde
 
 
 def save_refused(pieces):
-    state = {os.urandom(24).hex(): torch.ones(1) for _ in range(pieces)}  # names that do not compress
+    state = {os.urandom(24).hex(): torch.ones(1) for _ in range(pieces)}  # incompressible names
     with Checkpointer(f"tiered://{JOB}", settings=settings()) as ckpt:
         saved = ckpt.save(state, 1)
         with pytest.raises(SaveFailedError, match="the limit is"):
@@ -119,7 +119,7 @@ def save_refused(pieces):
 
 
 def finds_its_own(kind, job, own):
-    """What ``python -m benchmarks.pieces`` measures, in processes of their own: seconds are printed, not judged."""
+    """Run ``benchmarks.pieces`` in separate processes and print the times without a check."""
     found = measure(kind, *job)
     print(json.dumps(found, indent=1))
     asked = {what: found[what] for what in found if what.startswith(("restore", "reshard"))}
@@ -135,7 +135,7 @@ def test_rank_of_a_job_with_a_million_pieces_keeps_only_its_own():
 
 @pytest.mark.nightly
 @pytest.mark.timeout(1800)
-def test_in_a_job_with_a_million_tensors_a_rank_keeps_the_names_and_its_own_pieces():
+def test_rank_keeps_only_names_and_its_own_pieces_of_a_million_tensors():
     assert max(finds_its_own("apart", (200, 5000), [5000] * 4)) < 400
 
 

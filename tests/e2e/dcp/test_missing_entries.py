@@ -1,4 +1,4 @@
-"""A restore gives every entry that was saved its place, or says which it has no place for."""
+"""A restore finds a target for every saved entry, or reports the entries without one."""
 
 import logging
 from collections import defaultdict
@@ -18,7 +18,7 @@ JOB = "tiered://entries"
 
 
 class Tracker:
-    """Its state begins empty and fills up: best scores, histories, a running mean."""
+    """A ``Stateful`` that starts empty and fills up, like best scores, histories and running means."""
 
     def __init__(self):
         self.scores = {}
@@ -69,7 +69,7 @@ def test_saved_entry_without_a_target_is_named(agent_dir):
     with Checkpointer(JOB) as ckpt:
         with pytest.raises(MismatchError, match=r"best\.loss.*best\.step.*strict=False"):
             ckpt.restore(state)
-        assert_same_bits(torch.zeros(4), state["w"])  # nothing is read before all of it has a place
+        assert_same_bits(torch.zeros(4), state["w"])  # nothing is read unless every entry has a target
 
 
 def test_moments_of_an_optimizer_missing_in_the_state_are_not_dropped(agent_dir):
@@ -98,7 +98,7 @@ def test_target_entry_that_was_never_saved_is_named(agent_dir):
         ckpt.restore({"w": torch.zeros(4), "b": torch.zeros(2)})
 
 
-def test_restore_logs_a_line_about_what_it_read(agent_dir, caplog):
+def test_restore_logs_one_line_with_the_bytes_read(agent_dir, caplog):
     saved({"w": torch.ones(1 << 18)}, step=12)
     with Checkpointer(JOB) as ckpt, caplog.at_level(logging.INFO):
         ckpt.restore({"w": torch.zeros(1 << 18)})
@@ -128,7 +128,7 @@ def test_defaultdict_of_scores_keeps_its_type(agent_dir):
 
 
 def test_a_restore_that_fails_between_the_ranks_leaves_nothing_pinned(agent_dir):
-    """What it has verified is pinned by then, and who trains on would go without that slot."""
+    """The restore has already pinned the verified slot, which the next saves need."""
     saved({"w": torch.ones(4), "more": torch.ones(4)})
     with Checkpointer(JOB) as ckpt:
         with pytest.raises(MismatchError):
@@ -137,7 +137,7 @@ def test_a_restore_that_fails_between_the_ranks_leaves_nothing_pinned(agent_dir)
 
 
 class Average:
-    """Begins empty; each rank has a piece of it."""
+    """A ``Stateful`` that starts empty, and of which each rank has a piece."""
 
     def __init__(self, full=None):
         self.of = {}

@@ -1,4 +1,4 @@
-"""Half of a step is in memory, the other half in a store that lists it and then does not answer."""
+"""One half of a step is in memory, the other in a store that lists it and then stops responding."""
 
 import os
 
@@ -28,7 +28,7 @@ def test_temporarily_unreadable_entry_is_unknown_and_no_mismatch(agent_dir, rclo
     settings = DurableSettings(**{**vars(settings), "options": {**settings.options, "endpoint": rclone_proxy.endpoint}})
     job = CheckpointJob(agent_dir, settings)
     ranks.run(2, save_own, job.name, vars(settings))
-    job.kill_agent()  # the next one has not read the manifest
+    job.kill_agent()  # the next agent has not read the manifest
     with job.checkpointer() as ckpt:
         store = ckpt.session.agent.store
         for fact in store.list_shards(job.name):

@@ -1,4 +1,4 @@
-"""Steps that somebody wants kept, wants durable, or gives up."""
+"""Steps that a caller pins, requires to be durable, or releases."""
 
 import os
 import shutil
@@ -44,7 +44,7 @@ def test_repeated_save_of_a_step_evicts_no_other(agent_dir):
         for _ in range(4):
             ckpt.save(state_at(12), 12).wait()
         assert 10 in in_memory(ckpt)
-        assert len(in_memory(ckpt)) <= 4, "attempts that later ones made superfluous go"
+        assert len(in_memory(ckpt)) <= 4, "superseded attempts were not evicted"
         ckpt.save(state_at(13), 13).wait()
         ckpt.save(state_at(14), 14).wait()
         assert 13 in in_memory(ckpt)
@@ -62,7 +62,7 @@ def test_pinned_step_stays_while_newer_ones_expire(agent_dir, monkeypatch):
             ckpt.save(state_at(step), step).wait()
         steps = in_memory(ckpt)
         assert steps[:2] == [4, 61]
-        assert len(steps) >= 4, "kept ones are not counted"
+        assert len(steps) >= 4, "pinned steps do not count"
     close_sessions()
     stop_agent(agent_dir, signal.SIGKILL)
     with Checkpointer(JOB, every=5) as ckpt:
@@ -101,7 +101,7 @@ def test_dropped_step_is_gone_from_every_tier(agent_dir, tmp_path):
         found = zeros_like_state(state_at(1))
         assert ckpt.restore(found) == 1
         assert ckpt.drop(1)
-        assert ckpt.restore(found) == -1, "on purpose"
+        assert ckpt.restore(found) == -1, "the caller dropped both steps"
 
 
 def test_drop_that_would_revive_abandoned_steps_is_refused(agent_dir, tmp_path):
@@ -130,7 +130,7 @@ def test_required_durable_step_is_not_skipped_for_another(agent_dir, tmp_path):
 
 
 def test_required_steps_are_not_displaced_by_newer_ones(agent_dir, tmp_path):
-    """Every step is due; the store takes one at a time: those in between are left out, but not the one asked for."""
+    """The store takes one step at a time: optional steps may be skipped, required ones never."""
     job = CheckpointJob(agent_dir, DurableSettings(url=f"file://{tmp_path}/store", bandwidth="2MiB"), "many")
     size = 1 << 18
     with job.checkpointer(on_busy="wait") as ckpt:
@@ -154,14 +154,12 @@ def test_durable_retention_skips_pinned_steps(agent_dir, tmp_path):
     with Checkpointer(JOB, durable=url, keep_last=2) as ckpt:
         for step in range(1, 7):
             ckpt.save(state_at(step), step, keep=step in (2, 5)).wait("durable")
-        wait_until(
-            lambda: stored(tmp_path / "store") == [2, 4, 5, 6], "what is not kept is deleted once the last is there"
-        )
+        wait_until(lambda: stored(tmp_path / "store") == [2, 4, 5, 6], "unpinned steps are deleted after the last save")
     close_sessions()
     stop_agent(agent_dir, signal.SIGKILL)
     assert stored(tmp_path / "store") == [2, 4, 5, 6]
 
 
 def stored(store):
-    names = (name for _, _, names in os.walk(store) for name in names)  # unlike rglob, while directories are deleted
+    names = (name for _, _, names in os.walk(store) for name in names)  # unlike ``rglob``, tolerates concurrent deletes
     return sorted(int(name.partition(".")[0]) for name in names if name.endswith(".manifest"))

@@ -1,4 +1,4 @@
-"""SIGTERM to ranks that stand at different places: all save the same step last, and it is whole."""
+"""Ranks that receive SIGTERM at different steps save the same complete last step."""
 
 import itertools
 import os
@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.e2e]
 
 
 class Ended(BaseException):
-    """What the signal does to this process once the checkpointer delivers it."""
+    """The exception that the signal handler raises once the checkpointer delivers the signal."""
 
 
 def handle_signal(number, frame):
@@ -22,7 +22,10 @@ def handle_signal(number, frame):
 
 
 def train(told, steps=40, every=100):
-    """``told``: for each rank in which step, and whether before or after its save, it is told to end."""
+    """Train until the signal arrives.
+
+    ``told`` has, for each rank, the step in which it receives SIGTERM, and whether before or after its save.
+    """
     rank = dist.get_rank()
     signal.signal(signal.SIGTERM, handle_signal)
     state = {"w": torch.zeros(10), "step": 0}
@@ -31,7 +34,7 @@ def train(told, steps=40, every=100):
         with Checkpointer("ended", every=every, grace_s=60) as ckpt:
             for step in range(steps):
                 together = torch.ones(1)
-                dist.all_reduce(together)  # as a step's gradients
+                dist.all_reduce(together)  # like the all-reduce of a step's gradients
                 state["w"] += together
                 state["step"] = step
                 if (step, "before") == told[rank]:
@@ -72,7 +75,7 @@ def test_ranks_signaled_at_different_steps_save_the_same_last_step(agent_dir, ra
 
 
 def test_unsignaled_rank_saves_the_last_step_too(agent_dir, ranks):
-    """A node is taken away, and the launcher of the others has not said so yet."""
+    """Only one node is preempted, and the launcher has not yet signaled the others."""
     told = ((5, "before"), None, None)
     outcome = ranks.run(3, lonely, told)
     last = outcome[0][-1]
@@ -81,7 +84,7 @@ def test_unsignaled_rank_saves_the_last_step_too(agent_dir, ranks):
 
 
 def lonely(told):
-    """Rank 0 stays in the collectives after it was told, so that the others come to an end."""
+    """Continue the collectives after the signal until every rank has saved twice."""
     rank = dist.get_rank()
     signal.signal(signal.SIGTERM, lambda *_: None)
     state = {"w": torch.zeros(10), "step": 0}

@@ -1,4 +1,4 @@
-"""Memory that was given back: a restore says when and why, and says -1 only where nothing was ever saved."""
+"""A restore reports when and why memory was released, and returns -1 only for a job without saves."""
 
 import logging
 import re
@@ -23,7 +23,7 @@ JOB = "tiered://short"
 
 @pytest.fixture
 def forgetful(agent_dir, monkeypatch):
-    """An agent that forgets a job as soon as its last process has left."""
+    """Use an agent that expires a job one second after its last process has left."""
     monkeypatch.setenv("TIEREDCKPT_AGENT_JOB_TTL_S", "1")
     return agent_dir
 
@@ -55,7 +55,7 @@ def test_restore_reports_when_and_why_memory_expired(forgetful, capsys):
         ckpt.restore(state_at(0))
     close_sessions()
     stop_agent(forgetful, signal.SIGKILL)
-    with Checkpointer(JOB) as ckpt:  # another agent knows it too
+    with Checkpointer(JOB) as ckpt:  # a new agent has the record, too
         with pytest.raises(CheckpointLostError, match=said):
             ckpt.restore(state_at(0))
         with pytest.raises(CheckpointLostError, match=said):
@@ -64,7 +64,7 @@ def test_restore_reports_when_and_why_memory_expired(forgetful, capsys):
     assert re.search(said, capsys.readouterr().err.replace("\n", " "))
     with Checkpointer("tiered://another") as ckpt:
         assert ckpt.restore(state_at(0)) == -1
-    with Checkpointer(JOB) as ckpt:  # on purpose
+    with Checkpointer(JOB) as ckpt:  # the caller allows it
         assert ckpt.restore(state_at(0), on_lost="start_fresh") == -1
         ckpt.save(state_at(1), 1).wait()
         found = zeros_like_state(state_at(1))

@@ -1,7 +1,7 @@
-"""Any sharding of any world loads into any other: bit for bit, and reading what is needed, not whole shards.
+"""Any sharding of any world loads into any other bit for bit, and reads only the needed bytes.
 
-The wide space is explored in one process, with the real store, writer's layouts, reader and votes, and boxes cut as
-torch cuts them; a few points of it between real ranks.
+Most cases run in one process with the real store, layouts, reader and votes, and boxes cut as torch cuts them. A few
+cases run between real ranks.
 """
 
 import itertools
@@ -42,14 +42,14 @@ DTYPES = [
 
 
 def counted(dtype, shape):
-    """Bytes that tell one place from another."""
+    """Return a tensor whose bytes differ by position."""
     count = dtype.itemsize * torch.Size(shape).numel()
     data = (torch.arange(count, dtype=torch.int64) * 2654435761 >> 7).to(torch.uint8)
     return (data & 1 if dtype is torch.bool else data).view(dtype).view(shape)
 
 
 def cut(box, axis, count, index):
-    """The piece of ``box`` that ``Shard(axis)`` gives member ``index`` of ``count``, as ``torch.chunk`` cuts."""
+    """Return the piece of ``box`` that ``Shard(axis)`` assigns to member ``index`` of ``count``."""
     full = -(-box.sizes[axis] // count)
     start = min(full * index, box.sizes[axis])
     size = min(full, box.sizes[axis] - start)
@@ -59,7 +59,7 @@ def cut(box, axis, count, index):
 
 
 def shards(shape, mesh, placements):
-    """Every rank's box; ``None`` in ``placements`` is a replicated dimension of the mesh."""
+    """Return every rank's box; ``None`` in ``placements`` is a replicated dimension of the mesh."""
     boxes = []
     for place in itertools.product(*(range(size) for size in mesh)):
         box = full_box(shape)
@@ -78,7 +78,7 @@ meshes = st.one_of(
 
 @st.composite
 def shardings(draw, rank):
-    """A mesh of up to 8 ranks and a placement for each of its dimensions: FSDP, TP, HSDP, both ways at once."""
+    """Draw a mesh of up to 8 ranks and a placement for each dimension: FSDP, TP, HSDP or a mix."""
     mesh = draw(meshes)
     return mesh, tuple(draw(st.none() | st.integers(0, rank - 1)) if rank else None for _ in mesh)
 
@@ -90,7 +90,7 @@ def reshardings(draw):
 
 
 class CountingCopier(Copier):
-    """Counts what is really read out of shards."""
+    """A copier that counts the bytes read from shards."""
 
     def __init__(self):
         super().__init__(1)
@@ -106,7 +106,7 @@ def part_of(tensor, box):
 
 
 def save_as(session, step, tensors, boxes_of, owners):
-    """One shard per rank; of those with the same box, the owner writes it."""
+    """Save one shard per rank; for equal boxes, only the owner writes."""
     parts = len(next(iter(boxes_of.values())))
     table = StateTable(tuple(TableTensor(n, dtype_name(t.dtype), tuple(t.shape)) for n, t in tensors.items()), ())
     decision = SaveDecision(
@@ -132,7 +132,7 @@ def save_as(session, step, tensors, boxes_of, owners):
 
 
 class BoxPlanner(dcp.DefaultLoadPlanner):
-    """Asks for one box of each tensor, as the default planner does for a DTensor's local part."""
+    """A planner that requests one box of each tensor, as the default does for a DTensor's local part."""
 
     def __init__(self, boxes):
         super().__init__()
@@ -162,7 +162,7 @@ class BoxPlanner(dcp.DefaultLoadPlanner):
     st.integers(1, 8),
 )
 def test_any_sharding_loads_into_any_other(tensors, owner, world):
-    """Also tensors of different meshes in one state, brought to one number of ranks."""
+    """One state may have tensors of different meshes, brought to the same number of ranks."""
     shape_of = {f"t{i}": (shape, dtype) for i, ((shape, _, _), dtype) in enumerate(tensors)}
     saved, wanted = {}, {}
     for i, ((shape, (mesh, placements), (other, places)), _) in enumerate(tensors):
@@ -187,7 +187,7 @@ def test_any_sharding_loads_into_any_other(tensors, owner, world):
             needed = sum(part.nbytes for part in target.values())
             for name, box in boxes.items():
                 assert tensor_bytes(target[name]) == tensor_bytes(part_of(values[name], box)), (name, box)
-            # less: pieces of a column go through a mapping
+            # fewer bytes, because pieces of a column are read through a mapping
             assert session.copier.read_bytes <= needed == sum(reader.report.bytes_by_tier.values())
 
 
@@ -218,7 +218,7 @@ KINDS = {
 
 
 def distributed(kind, blank):
-    """Every shape and some types, distributed over as many ranks as make a full mesh."""
+    """Distribute every shape, with some types, over the full mesh of this world."""
     mesh_shape, placements = KINDS[kind](dist.get_world_size())
     mesh = init_device_mesh("cpu", mesh_shape)
     state = {}

@@ -1,4 +1,4 @@
-"""After a restore the live state is compared with what was saved: every way to go on with something else is found."""
+"""A restore compares the live state with the saved state and detects every difference."""
 
 import copy
 import itertools
@@ -51,12 +51,12 @@ def restored(state, **how):
 
 
 def unnoticed(state):
-    """Without the proof the same restore says nothing."""
+    """Check that the same restore without the proof raises no error."""
     assert restored(copy.deepcopy(state), proof=False) is None
 
 
 class Told:
-    """A ``Stateful`` that says a copy of what it has, and takes what ``takes`` makes of it."""
+    """A ``Stateful`` that returns a copy of its values, and loads a state with ``takes``."""
 
     def __init__(self, values, takes=lambda own, state: own.update(state)):
         self.values = values
@@ -82,7 +82,7 @@ def trained(seed, steps=2):
     return {"model": model, "optim": optimizer, "schedule": schedule, "cursor": {"seen": 16 * steps}}
 
 
-# -- what is as it was saved ---------------------------------------------------------------------------------------
+# -- states that are restored correctly ----------------------------------------------------------------------------
 
 
 def test_restore_reports_how_much_was_compared(agent_dir, caplog):
@@ -164,11 +164,11 @@ def zeroed_in_place(state):
     return state
 
 
-# -- what is not ---------------------------------------------------------------------------------------------------
+# -- states that are restored wrongly ------------------------------------------------------------------------------
 
 
 def flip(tensor, at=0):
-    """A bit of byte ``at``; the tensor may be a view of some columns."""
+    """Flip a bit of byte ``at``, even in a view of some columns."""
     element, byte = divmod(at, tensor.itemsize)
     place = tuple(map(int, np.unravel_index(element, tensor.shape)))
     tensor[place].view(1).view(torch.uint8)[byte] ^= 1
@@ -188,7 +188,7 @@ def test_a_bit_that_flips_in_the_live_state_after_everything_was_verified(agent_
 
 
 def flip_in_slot(at):
-    """A bit of byte ``at`` of the job's only shard, in this node's memory."""
+    """Flip a bit of byte ``at`` of the job's only shard in this node's memory."""
     with Checkpointer(JOB, on_sigterm="ignore") as ckpt:
         store = ckpt.session.agent.store
         (fact,) = store.list_shards("proof")
@@ -253,7 +253,7 @@ def test_bit_flipped_on_the_way_to_its_target_is_read_again(agent_dir, monkeypat
 
 @pytest.mark.parametrize("strict", [True, False])
 def test_bit_flipped_behind_the_agents_comparison_is_detected(agent_dir, monkeypatch, strict):
-    """Where the bytes are not compared while they are copied: the live state is read again."""
+    """The live state is read again if the bytes are not compared during the copy."""
     state = {"w": torch.randn(2 * CHUNK_BYTES), "b": torch.randn(5)}
     saved(state)
     read = Copier.copy_from_file
@@ -264,7 +264,7 @@ def test_bit_flipped_behind_the_agents_comparison_is_detected(agent_dir, monkeyp
 
     monkeypatch.setattr(Copier, "copy_from_file", reading)
     monkeypatch.setattr("tieredckpt.restore.read_executor.copy_verified", lambda *_, **__: [0])
-    with pytest.raises(RestoreProofError, match=r": b\. Do not"):  # the first of the shard
+    with pytest.raises(RestoreProofError, match=r": b\. Do not"):  # the first entry of the shard
         restored(zeros_like_state(state), strict=strict)
 
 
@@ -311,7 +311,7 @@ def test_process_that_saved_copies_out_of_its_own_mapping(agent_dir, monkeypatch
     assert files
     assert all(file.address for file in files)
     files.clear()
-    close_sessions()  # as a new process
+    close_sessions()  # like a new process
     fresh = trained(3, steps=0)
     restored(fresh)
     assert_same_bits(state_dicts(state), state_dicts(fresh))
@@ -432,7 +432,7 @@ def test_moment_left_at_zero_is_detected(agent_dir, name):
 
 
 def test_dropped_moments_are_detected(agent_dir):
-    """What was asked for, read, and then not taken."""
+    """The optimizer's state is requested and read, but its ``load_state_dict`` drops it."""
     state = trained(1)
     saved({"optim": Told(state["optim"].state_dict())})
     blank = zeros_like_state(state["optim"].state_dict()) | {
@@ -485,7 +485,7 @@ def test_generator_left_unrestored_is_detected(agent_dir):
 
 
 def test_cursor_reset_at_the_second_resume_is_detected(agent_dir):
-    """The first resume goes on where it was, and says that it is at 0: what is saved next is the beginning."""
+    """The first resume continues correctly but reports position 0, so the next save stores the beginning."""
 
     class Loader:
         def __init__(self):
@@ -509,7 +509,7 @@ def test_cursor_reset_at_the_second_resume_is_detected(agent_dir):
 
 @pytest.mark.parametrize("name", ["plain", "pair"])
 def test_mismatch_is_reported_even_without_an_explanation(agent_dir, name):
-    """Wrapper subclasses have no memory of their own that could be looked at."""
+    """Wrapper subclasses have no memory of their own to inspect."""
 
     def values(seed):
         torch.manual_seed(seed)
@@ -525,10 +525,10 @@ def test_mismatch_is_reported_even_without_an_explanation(agent_dir, name):
 
 
 def test_proof_detects_all_tensors_wrong_with_none_missing(agent_dir):
-    """A state that is put together from copies: all names are there, nothing of it reaches the model."""
+    """A state built from copies has all names, but the loaded values never reach the model."""
     saved({"model": trained(1)["model"]})
     model = trained(2)["model"]
-    with pytest.raises(RestoreProofError, match="8 entries"):  # the ninth counts batches, as many as there
+    with pytest.raises(RestoreProofError, match="8 entries"):  # the ninth entry counts batches and is equal in both
         restored({"model": Told(model.state_dict(), lambda *_: None)})
 
 
@@ -538,7 +538,7 @@ def test_repeated_restores_leak_nothing_and_never_start_at_zero(agent_dir):
     fresh = trained(2, steps=0) | {"large": torch.ones(4 << 20)}
 
     def footprint():
-        """What another test left may still go meanwhile."""
+        """Return the numbers of open files and threads, which may still shrink after an earlier test."""
         return len(list(Path("/proc/self/fd").iterdir())), threading.active_count()
 
     with Checkpointer(JOB, on_sigterm="ignore") as ckpt:
@@ -550,10 +550,10 @@ def test_repeated_restores_leak_nothing_and_never_start_at_zero(agent_dir):
             memory.append(psutil.Process().memory_full_info().uss)
         assert ckpt.last_restore.proof.size_bytes
     assert all(last <= first for last, first in zip(seen[-1], seen[4], strict=True)), seen
-    assert memory[-1] - memory[4] < 3 * state["large"].nbytes  # of 15 restores
+    assert memory[-1] - memory[4] < 3 * state["large"].nbytes  # over 15 restores
 
 
-# -- what cannot be compared ---------------------------------------------------------------------------------------
+# -- entries that cannot be compared -------------------------------------------------------------------------------
 
 
 def test_unstable_entries_are_left_out_and_reported(agent_dir, caplog):
@@ -606,7 +606,7 @@ def save_sharded(kind, steps):
 
 
 class App:
-    """Model and optimizer as one ``Stateful``, as DCP's tutorials have it; ``breaks`` goes wrong after the load."""
+    """Model and optimizer as one ``Stateful``, as in DCP's tutorials, with ``breaks`` run after the load."""
 
     def __init__(self, model, optimizer, breaks=None):
         self.model, self.optimizer, self.breaks = model, optimizer, breaks
@@ -665,7 +665,7 @@ def test_proof_is_the_same_in_another_sharding(agent_dir, ranks, kind, before, o
         assert size > 0
         assert not left_out
     for problem in ranks.run(after, load_sharded, other, zero_a_moment):
-        assert "exp_avg (is all zeros)" in problem  # on every rank, though one alone has it
+        assert "exp_avg (is all zeros)" in problem  # on every rank, although only one has the fault
 
 
 def test_swapped_moments_are_detected_on_every_rank(agent_dir, ranks):
@@ -697,7 +697,7 @@ def load_grid(placements, spoil):
 
 
 class Spoils:
-    """Loaded last: it flips a bit of a tensor that is not its own."""
+    """A ``Stateful`` that loads last and flips a bit of another entry's tensor."""
 
     def __init__(self, tensor, rank):
         self.tensor, self.rank = tensor, rank
@@ -733,7 +733,7 @@ def test_rank_with_the_proof_disabled_blocks_no_other(agent_dir, ranks):
 
 
 def test_sparse_buffer_of_a_module_is_restored(agent_dir):
-    """Its new elements are in the state dict alone, until the module takes them."""
+    """The state dict alone has the new elements, until the module loads it."""
 
     def module(seed):
         torch.manual_seed(seed)

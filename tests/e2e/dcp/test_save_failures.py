@@ -1,4 +1,4 @@
-"""A save that fails is reported, training goes on, and the next one is a save like any other."""
+"""A failed save is reported, training continues, and the next save works normally."""
 
 import os
 import shutil
@@ -50,7 +50,7 @@ def small(step):
 
 
 def unreachable_agent(settings, job):
-    raise AgentUnreachableError("nobody answers")
+    raise AgentUnreachableError("the agent does not answer")
 
 
 def test_missing_agent_fails_the_save_and_not_the_training(agent_dir):
@@ -58,14 +58,14 @@ def test_missing_agent_fails_the_save_and_not_the_training(agent_dir):
         for step in range(3):
             saved = ckpt.save(small(step), step)
             assert (saved.state, saved.ok) == (SaveState.FAILED, False)
-            assert "nobody answers" in str(saved.error)
-            with pytest.raises(SaveFailedError, match="nobody answers"):
+            assert "the agent does not answer" in str(saved.error)
+            with pytest.raises(SaveFailedError, match="the agent does not answer"):
                 saved.wait()
         assert ckpt.wait()
     with use_agent_factory(unreachable_agent), Checkpointer(JOB, on_failure="raise") as ckpt:
         with pytest.raises(SaveFailedError):
             ckpt.save(small(0), 0)
-        with pytest.raises(TierUnavailableError):  # unknown, so not a reason to start from nothing
+        with pytest.raises(TierUnavailableError):  # unknown is not a reason to start fresh
             ckpt.restore(small(0))
 
 
@@ -86,7 +86,7 @@ def test_invalid_directory_is_an_unavailable_tier(tmp_path):
 
 
 class UnreachableAgent:
-    """An agent that cannot be reached whenever it should be told what became of a step."""
+    """An agent that is unreachable for reports about a step's outcome while ``deaf`` is set."""
 
     def __init__(self, settings, job):
         self._node = NodeAgentClient(settings, job)
@@ -126,7 +126,7 @@ def saves_while_deaf():
 
 
 def test_saves_continue_after_an_agent_outage(agent_dir, ranks):
-    """Ranks on several nodes, whose agents do not know each other, tell their own what became whole."""
+    """Each rank reports committed steps to its own agent, because the agents are not connected."""
     for states, told in ranks.run(2, saves_while_deaf, environ={"LOCAL_WORLD_SIZE": "1"}):
         assert states == ["sealed"] * 5
         assert told
@@ -188,7 +188,7 @@ def test_failed_save_has_a_typed_error(agent_dir, monkeypatch):
 
 
 def test_save_policy_can_wait_for_a_slot(agent_dir):
-    """With every slot in use, skip says so at once; wait waits until a reader lets go."""
+    """A save with ``on_busy="wait"`` blocks while readers pin every slot."""
     with Checkpointer(JOB, on_busy="wait") as ckpt:
         for step in range(3):
             ckpt.save(small(step), step).wait()
@@ -206,7 +206,7 @@ def test_save_policy_can_wait_for_a_slot(agent_dir):
         thread = threading.Thread(target=save)
         thread.start()
         waiting.wait()
-        assert store.epoch("loop") > 0  # the agent answers others meanwhile
+        assert store.epoch("loop") > 0  # the agent still serves other requests
         assert not done
         for pin in pins:
             store.unpin(pin.id)
@@ -253,13 +253,13 @@ def test_wait_times_out_when_the_agent_is_silent(agent_dir, directory):
         assert not ckpt.wait("durable", timeout_s=0.5)
         with pytest.raises(TierUnavailableError, match="whether step 1 is durable is not known"):
             later.wait("durable", timeout_s=0.5)
-        assert saved.wait("durable", timeout_s=0.5) is SaveState.DURABLE, "that was heard before"
+        assert saved.wait("durable", timeout_s=0.5) is SaveState.DURABLE, "the agent reported it earlier"
         os.kill(agent_pid(agent_dir), signal.SIGCONT)
         assert ckpt.wait("durable", timeout_s=60)
 
 
 def test_seal_times_out_when_the_agent_is_silent(agent_dir):
-    """Before the hung agent could be replaced: that takes longer than was asked for."""
+    """The timeout is shorter than the time to replace the hung agent."""
     with CheckpointJob(agent_dir, DurableSettings()).checkpointer() as ckpt:
         assert ckpt.save(state_at(0), 0).wait(timeout_s=60) is SaveState.SEALED
         pid = agent_pid(agent_dir)
@@ -311,7 +311,7 @@ def test_checkpointer_in_a_thread_installs_no_signal_handlers():
     assert signal.getsignal(signal.SIGTERM) is before
 
 
-# torch says so once per process, wherever that is
+# torch warns only once per process
 SPARSE = pytest.mark.filterwarnings("ignore:Sparse")
 
 
@@ -373,7 +373,7 @@ def test_sigterm_between_steps_keeps_the_step_that_follows(agent_dir, tmp_path):
 
 
 def test_sigterm_does_not_exceed_its_grace_period(agent_dir, tmp_path):
-    """The process ends although its durable tier is lost, and memory has its last step."""
+    """The process ends although its durable tier is lost; memory has its last step."""
     lose = f"ckpt.wait('durable'); os.rename('{tmp_path}/durable', '{tmp_path}/away'); open('{tmp_path}/durable', 'w')"
     done = run(
         tmp_path,
@@ -461,7 +461,7 @@ def test_closed_session_starts_no_agent(agent_dir):
 
 @without_collectives
 def test_failed_save_without_collectives_raises_on_no_rank(monkeypatch):
-    """It would leave the others waiting at DCP's barrier."""
+    """An error on one rank would block the others at DCP's barrier."""
 
     def none_left(*_):
         raise ArenaFullError("no memory for a page")
@@ -491,10 +491,10 @@ def test_step_behind_newer_ones_is_a_usage_error_without_collectives(agent_dir, 
 
 
 def test_state_staged_before_its_step_is_known_is_named_by_its_part(monkeypatch):
-    """It has a number of its own until then, which says nothing to anybody."""
+    """The staged state has an internal number until then, which means nothing to the user."""
 
     def away(store, key, *_args, **_kwargs):
-        raise AgentUnreachableError(f"no slot for {key}: nobody answers")
+        raise AgentUnreachableError(f"no slot for {key}: the agent does not answer")
 
     with memory_node():
         for step in (1, 2):
@@ -502,5 +502,5 @@ def test_state_staged_before_its_step_is_known_is_named_by_its_part(monkeypatch)
         monkeypatch.setattr(NodeStore, "lease", away)
         with pytest.raises(TierUnavailableError, match="part 0 of loop") as info:
             dcp.async_save(small(3), storage_writer=TieredWriter(JOB, 3), no_dist=True).result()
-        assert "nobody answers" in str(info.value)
+        assert "the agent does not answer" in str(info.value)
         assert "attempt" not in str(info.value)

@@ -51,7 +51,7 @@ def test_directory_comes_back_from_memory(agent_dir, tmp_path):
             ckpt.restore_directory(tmp_path / "back")
 
 
-def test_step_that_is_no_directory_is_a_mismatch(agent_dir, tmp_path):
+def test_step_without_a_directory_raises_mismatch_error(agent_dir, tmp_path):
     with Checkpointer("tiered://folder") as ckpt:
         ckpt.save({"w": torch.ones(3)}, 1).wait()
         with pytest.raises(MismatchError, match="restore it with restore"):
@@ -104,7 +104,7 @@ def test_plain_checkpoints_hold_directories_too(tmp_path, monkeypatch):
 
 
 def save_own(root):
-    """Each rank has a directory of its own with one common file; the first two ranks share theirs."""
+    """Save a directory per rank with one common file; the first two ranks share theirs."""
     rank = dist.get_rank()
     path = root / f"out{max(rank, 1)}"
     write(path, {f"rank{rank}.bin": bytes([rank]) * 1000})

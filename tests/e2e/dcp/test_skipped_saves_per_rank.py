@@ -1,4 +1,4 @@
-"""Ranks that leave out different steps do not end up with room for nothing."""
+"""Ranks that skip different steps still find free slots."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LEFT_OUT = {0: (3, 5, 7), 1: (4, 6, 8)}
 
 
 def apart():
-    """Each rank leaves out steps of its own; what became of all of them, and what a restart finds."""
+    """Skip different steps on each rank, and return every save's outcome and the restored step."""
     rank = dist.get_rank()
     stage = SlotPool.lease
 
@@ -54,5 +54,5 @@ def test_ranks_that_skip_different_steps_have_slots_for_the_next_ones(agent_dir,
     for rank, (ends, found, value) in enumerate(ranks.run(2, apart)):
         skipped = [step for step, end in enumerate(ends) if end == SaveState.SKIPPED.name]
         assert set(LEFT_OUT[rank]) <= set(skipped)
-        assert max(skipped) < STEPS - 3  # at some point all of them had room again
+        assert max(skipped) < STEPS - 3  # at some point every rank had free slots again
         assert (found, value) == (STEPS - 1, STEPS - 1)

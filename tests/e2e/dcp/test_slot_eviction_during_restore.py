@@ -1,4 +1,4 @@
-"""A slot is given up between a rank's vote and its read."""
+"""A slot is evicted between a rank's vote and its read."""
 
 import pytest
 import torch

@@ -1,4 +1,7 @@
-"""Every state DCP takes, through unmodified dcp.save and dcp.load, bit for bit. One process, the real agent."""
+"""Every state DCP takes, bit for bit, through unmodified ``dcp.save`` and ``dcp.load``.
+
+One process and a real agent.
+"""
 
 import copy
 import os
@@ -89,7 +92,7 @@ def round_trip(state):
 
 
 def failure(info):
-    """The error inside DCP's exception."""
+    """Return the error inside DCP's exception."""
     return next(iter(info.value.failures.values()))[0]
 
 
@@ -101,7 +104,7 @@ def test_every_dtype(agent_dir, dtype):
 def test_unusual_tensors_round_trip(agent_dir):
     base = torch.randn(64, 64)
     nan = torch.tensor([float("nan"), -0.0, float("inf")])
-    nan.view(torch.int32)[0] = 0x7FC12345  # a NaN with something to say
+    nan.view(torch.int32)[0] = 0x7FC12345  # a NaN with a payload
     round_trip(
         {
             "scalar": torch.tensor(1.5),
@@ -333,7 +336,7 @@ def test_plan_caching(agent_dir):
         "_cached_global_plan",
         "_cached_metadata",
     ):
-        getattr(DefaultSavePlanner, cache, {}).clear()  # torch 2.7 caches no metadata
+        getattr(DefaultSavePlanner, cache, {}).clear()  # torch 2.7 does not cache metadata
 
 
 class Halving(DefaultSavePlanner):
@@ -389,14 +392,14 @@ def test_a_state_can_be_rebuilt_without_a_template(agent_dir):
 
     state = {"m": {"w.x": torch.randn(3), "l": [torch.randn(1), torch.randn(2)]}, "n": 3}
     save(state)
-    rebuilt = _load_state_dict_from_keys({"m", "n"}, storage_reader=TieredReader(JOB))  # torch 2.7: none without keys
+    rebuilt = _load_state_dict_from_keys({"m", "n"}, storage_reader=TieredReader(JOB))  # torch 2.7 needs keys
     assert_same_bits(state["m"]["w.x"], rebuilt["m"]["w.x"])
     assert_same_bits(state["m"]["l"], rebuilt["m"]["l"])
     assert rebuilt["n"] == 3
 
 
 def test_the_sealed_bytes_in_memory_open_with_safetensors(agent_dir, tmp_path):
-    """Its slot's file may be longer: the seal says how many bytes count, and safetensors takes nothing behind them."""
+    """Cut the slot's file at the sealed size, because safetensors accepts no trailing bytes."""
     state = {"w": torch.randn(3, 4), "b": random_bits(torch.bfloat16, 5), "lr": 0.1}
     save(state)
     shard = tmp_path / "shard.safetensors"
@@ -429,7 +432,7 @@ def test_async_save_in_a_thread(agent_dir, times):
         state["step"] = step
         before = copy.deepcopy(state)
         future = dcp.async_save(state, checkpoint_id=f"{JOB}/step-{step}", storage_writer=writer)
-        state["w"].fill_(-1)  # training goes on at once
+        state["w"].fill_(-1)  # training continues at once
         future.result()
         target = zeros_like_state(before)
         assert load(target).restored_step == step

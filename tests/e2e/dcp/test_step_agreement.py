@@ -1,4 +1,4 @@
-"""All ranks of a load read one and the same step, or none does: whatever the planner makes of the plans."""
+"""All ranks of a load read the same step or none, for any planner."""
 
 import copy
 from pathlib import Path
@@ -22,14 +22,14 @@ JOB = "tiered://decided"
 
 
 class Finishes(DefaultLoadPlanner):
-    """Keeps of the coordinator's plan only what is to be read."""
+    """A planner whose final plan has only the items of the coordinator's plan."""
 
     def finish_plan(self, new_plan):
         return LoadPlan(super().finish_plan(new_plan).items)
 
 
 class Globalises(DefaultLoadPlanner):
-    """Keeps of the ranks' plans only what is to be read."""
+    """A planner whose global plan has only the items of the ranks' plans."""
 
     def create_global_plan(self, global_plan):
         return [LoadPlan(plan.items) for plan in super().create_global_plan(global_plan)]
@@ -40,7 +40,7 @@ class Both(Finishes, Globalises):
 
 
 class Copies(DefaultLoadPlanner):
-    """Changes no plan that it is given."""
+    """A planner that returns copies of the plans, unchanged."""
 
     def create_global_plan(self, global_plan):
         return super().create_global_plan(copy.deepcopy(global_plan))
@@ -58,7 +58,7 @@ def settings_of(directory, url):
 
 @pytest.fixture
 def places(tmp_path, agent_dir):
-    """Step 10 is in memory of the first node alone, step 0 in the durable tier, too; the second node is empty."""
+    """Step 10 is only in the first node's memory, step 0 is also durable, and the second node is empty."""
     nodes, url = [str(agent_dir / name) for name in ("a", "b")], f"file://{tmp_path}/durable"
     with Checkpointer(JOB, settings=settings_of(nodes[0], url), on_sigterm="ignore") as ckpt:
         for step in (0, 10):
@@ -70,7 +70,7 @@ def places(tmp_path, agent_dir):
 
 
 def load(nodes, url, planner, **how):
-    """What this rank, on its own node, finds in its tensor."""
+    """Load on this rank's own node and return a value of the tensor and the step or error."""
     reader = TieredReader(JOB, settings=settings_of(nodes[dist.get_rank()], url))
     state = {"w": torch.full((1000,), -1.0)}
     try:
@@ -112,7 +112,7 @@ def load_alone(nodes, url):
 
 
 class CopiesToSave(DefaultSavePlanner):
-    """Changes no plan that it is given."""
+    """A planner that returns copies of the plans, unchanged."""
 
     def create_global_plan(self, all_plans):
         return super().create_global_plan(copy.deepcopy(all_plans))

@@ -1,4 +1,4 @@
-"""From memory to the durable tier and back: a directory, and real S3 servers."""
+"""Uploads to the durable tier and restores from it: a directory, and real S3 servers."""
 
 import json
 import signal
@@ -32,7 +32,7 @@ def directory(tmp_path):
 
 @pytest.fixture(params=["directory", "rclone", "moto"])
 def durable(request):
-    """A durable tier of each kind."""
+    """Return a durable tier of each kind."""
     if request.param == "directory":
         return request.getfixturevalue("directory")
     return durable_settings(request.getfixturevalue(request.param))
@@ -60,7 +60,7 @@ def test_newest_step_wins_in_any_tier(agent_dir, directory):
 
 
 def test_restore_sends_few_store_requests(agent_dir, rclone, rclone_proxy):
-    """One manifest, two listings whatever the number of steps and shards, and only the bytes that are needed."""
+    """One manifest, two listings for any number of steps and shards, and only the needed bytes."""
     settings = durable_settings(rclone, on_busy="wait")
     behind = DurableSettings(**{**vars(settings), "options": {**settings.options, "endpoint": rclone_proxy.endpoint}})
     job = CheckpointJob(agent_dir, behind)
@@ -74,7 +74,7 @@ def test_restore_sends_few_store_requests(agent_dir, rclone, rclone_proxy):
     asked = rclone_proxy.requests()
     assert len([one for one in asked if "list-type" in one.query]) == 2
     assert len([one for one in asked if one.path.endswith(".manifest")]) == 1
-    # This server answers a range with status 200, so the first one is asked for twice.
+    # this server answers a range with status 200, so the client requests the first range twice
     (span,) = {one.headers["range"] for one in asked if one.path.endswith(".safetensors")}
     start, stop = (int(number) for number in span.removeprefix("bytes=").split("-"))
     assert stop + 1 - start <= 1 << 20, "more than the one chunk that holds the tensor"
@@ -82,12 +82,12 @@ def test_restore_sends_few_store_requests(agent_dir, rclone, rclone_proxy):
 
 
 def test_run_after_a_lost_node_has_the_newest_incarnation(agent_dir, directory):
-    """An agent that starts from nothing must not count incarnations from nothing."""
+    """An agent with an empty memory must not start to count incarnations at zero."""
     job = CheckpointJob(agent_dir, directory)
     job.save(0, 1)
     close_sessions()
     job.assert_restores(1, tiers={"memory"})
-    job.save(2)  # the second incarnation says that it began from step 1
+    job.save(2)  # the second incarnation records that it started from step 1
     job.lose_memory()
     with job.checkpointer() as ckpt:
         assert ckpt.restore(zeros_like_state(state_at(0))) == 2
@@ -95,7 +95,7 @@ def test_run_after_a_lost_node_has_the_newest_incarnation(agent_dir, directory):
     job.lose_memory()
     job.assert_restores(3, tiers={"durable"})
     job.lose_memory()
-    job.save(4)  # without restoring first
+    job.save(4)  # without a restore first
     job.lose_memory()
     job.assert_restores(4, tiers={"durable"})
 
@@ -158,7 +158,7 @@ def test_first_durable_step_can_be_awaited(agent_dir, directory):
 
 
 def test_step_spread_over_tiers_is_restored(agent_dir, directory, ranks):
-    """Part 1 is lost from memory: it comes from the durable tier, part 0 from memory, of one and the same step."""
+    """Part 1 is lost from memory and comes from the durable tier; part 0 of the same step is in memory."""
     job = CheckpointJob(agent_dir, directory)
     ranks.run(2, save_own, job.name, directory.url)
     with job.checkpointer() as ckpt:
@@ -199,7 +199,7 @@ def test_replicated_tensors_are_stored_once(agent_dir, directory, tmp_path, rank
     job = CheckpointJob(agent_dir, directory)
     ranks.run(3, save_replicated, job.name, directory.url)
     stored = sum(path.stat().st_size for path in (tmp_path / "durable").rglob("*.safetensors"))
-    assert stored < 2 * 400_000 * 1.2  # two steps, whatever the number of ranks
+    assert stored < 2 * 400_000 * 1.2  # two steps, for any number of ranks
 
 
 def save_replicated(name, url):
@@ -209,7 +209,7 @@ def save_replicated(name, url):
         ckpt.wait("durable")
 
 
-# -- a store that is slow, away or says no ------------------------------------------------------------------------
+# -- a slow, unreachable or refusing store ------------------------------------------------------------------------
 
 
 def proxied_url(proxy, server, **changes):
@@ -293,7 +293,7 @@ def test_a_slow_store_skips_steps_and_keeps_the_newest(agent_dir, rclone, rclone
 
 
 def unreachable_store(proxy, server, on_busy):
-    """A store that answers nobody until the proxy is cleared."""
+    """Return a store that fails every request until the proxy is cleared."""
     settings, endpoint = proxied_url(proxy, server, retry_s=1.0, timeout_s=1.0, on_busy=on_busy)
     for method in ("GET", "PUT"):
         proxy.add_rule(method, times=10**6).fail(ReplyWithStatus(503, "SlowDown"))
@@ -301,9 +301,7 @@ def unreachable_store(proxy, server, on_busy):
 
 
 @pytest.mark.parametrize("on_busy", [pytest.param("skip", marks=pytest.mark.nightly), "wait"])
-def test_memory_saves_continue_while_the_store_is_unreachable_and_durable_steps_are_due(
-    agent_dir, rclone, rclone_proxy, on_busy
-):
+def test_memory_saves_continue_while_due_steps_cannot_be_uploaded(agent_dir, rclone, rclone_proxy, on_busy):
     job = CheckpointJob(agent_dir, unreachable_store(rclone_proxy, rclone, on_busy))
     with job.checkpointer(durable_every=5) as ckpt:
         saved = [ckpt.save(state_at(step), step).wait() for step in range(1, 18)]
@@ -320,9 +318,7 @@ def test_memory_saves_continue_while_the_store_is_unreachable_and_durable_steps_
 
 
 @pytest.mark.parametrize("on_busy", ["skip", pytest.param("wait", marks=pytest.mark.nightly)])
-def test_memory_saves_continue_while_the_store_is_unreachable_and_durable_steps_required(
-    agent_dir, rclone, rclone_proxy, on_busy
-):
+def test_memory_saves_continue_while_required_steps_cannot_be_uploaded(agent_dir, rclone, rclone_proxy, on_busy):
     job = CheckpointJob(agent_dir, unreachable_store(rclone_proxy, rclone, on_busy))
     with job.checkpointer(durable_every=100) as ckpt:
         asked = [ckpt.save(state_at(step), step, durable=True) for step in (1, 2)]
@@ -441,7 +437,7 @@ def test_damage_in_memory_is_healed_from_the_durable_copy_of_the_same_step(agent
     job.assert_restores(1, tiers={"durable"})
 
 
-# -- keeping and deleting -----------------------------------------------------------------------------------------
+# -- retention and deletion ---------------------------------------------------------------------------------------
 
 
 def test_retention_keeps_the_newest_and_every_nth_step(agent_dir, directory, tmp_path):
@@ -450,7 +446,7 @@ def test_retention_keeps_the_newest_and_every_nth_step(agent_dir, directory, tmp
         for step in range(10):
             ckpt.save(state_at(step), step).wait("durable")
         ckpt.wait("durable")
-    stop_agent(agent_dir)  # in order: what it is deleting is deleted
+    stop_agent(agent_dir)  # a graceful stop finishes the pending deletions
     left = sorted(int(p.name.split(".")[0]) for p in (tmp_path / "durable" / job.name / "manifests").iterdir())
     assert left == [0, 4, 8, 9]
     steps = sorted(
@@ -490,7 +486,7 @@ def test_incompressible_shards_are_not_compressed(agent_dir, directory, tmp_path
     assert not list((tmp_path / "durable").rglob("*.zst"))
 
 
-# -- switched off -------------------------------------------------------------------------------------------------
+# -- disabled durable tier ----------------------------------------------------------------------------------------
 
 
 def test_switched_off_the_same_script_writes_plain_checkpoints(agent_dir, directory, monkeypatch, tmp_path):
@@ -563,7 +559,7 @@ def test_restarted_agent_finishes_pending_uploads(agent_dir, rclone, rclone_prox
 
 
 def test_rewind_within_a_process_abandons_later_steps(agent_dir, directory):
-    """A loop that reloads an older step after a loss spike: what it saved after that step is not its past any more."""
+    """A training loop reloads an older step after a loss spike and abandons the later steps."""
     settings = DurableSettings(**{**vars(directory), "on_busy": "wait"})
     job = CheckpointJob(agent_dir, settings)
     with job.checkpointer() as ckpt:
@@ -590,16 +586,16 @@ def test_agent_stops_promptly_while_the_store_is_unreachable(agent_dir, rclone, 
         known = SaveDecision(
             ckpt.session.job, 0, Incarnation(1, "known"), 1, attempt=0, base=None, newest_complete=None
         )
-        ckpt.session.adopt(known, ckpt.session.incarnation.capture())  # or the first save would ask the store
+        ckpt.session.adopt(known, ckpt.session.incarnation.capture())  # otherwise the first save would query the store
         ckpt.save(state_at(0), 0).wait()
         rclone_proxy.wait_for(lambda proxy: len(proxy.requests()) > 2)
         close_sessions()
-        stop_agent(agent_dir)  # waits 20 s, and would not be enough for what is left of 60
+        stop_agent(agent_dir)  # stop_agent waits 20 s, so an agent that drained for the full 60 s would fail here
 
 
 @pytest.mark.parametrize("wanting", [0, 1])
 def test_step_becomes_durable_if_one_rank_requires_it(agent_dir, directory, ranks, wanting):
-    """A preempted rank's last step: the others may not have heard the signal yet when they saved the same step."""
+    """A preempted rank requires its last step; the others may save it before they see the signal."""
     job = CheckpointJob(agent_dir, directory)
     ranks.run(2, save_as, job.name, directory.url, wanting)
     with job.checkpointer() as ckpt:

@@ -1,4 +1,4 @@
-"""The first save of a run checks the durable tier: refused, absent, unreachable and in order are different."""
+"""The first save of a run checks whether the durable tier is refused, absent, unreachable or usable."""
 
 import logging
 
@@ -49,7 +49,7 @@ def test_absent_bucket_is_refused(agent_dir, moto):
 
 
 def remembered_durable(agent_dir, name):
-    """The durable tier that a run without one inherits from the agent."""
+    """Return the durable tier that a later run would inherit from the agent."""
     with CheckpointJob(agent_dir, DurableSettings(), name).checkpointer() as ckpt:
         ckpt.save(state_at(9), 9).wait()
         return ckpt.session.agent.list_steps(name).durable
@@ -127,7 +127,7 @@ def test_role_that_may_not_delete_passes(agent_dir, rclone, rclone_proxy):
         assert ckpt.wait("durable", timeout_s=60)
 
 
-def test_store_that_is_busy_passes(agent_dir, rclone, rclone_proxy):
+def test_busy_store_passes_the_check(agent_dir, rclone, rclone_proxy):
     rclone_proxy.add_rule("PUT", path=r"\.probe-").fail(ReplyWithStatus(503, "SlowDown"))
     settings = rclone.settings(url=bucket_url(), endpoint=rclone_proxy.endpoint)
     with CheckpointJob(agent_dir, settings).checkpointer() as ckpt:

@@ -1,4 +1,4 @@
-"""A long run: its steps lie in the durable tier, thousands of them, and a new node finds the one it wants."""
+"""A new node finds the right step among thousands in the durable tier."""
 
 import contextlib
 import json
@@ -69,7 +69,7 @@ def cpu_seconds(pid):
 
 
 class Took:
-    """How long each thing took, for who reads the night's page."""
+    """A timer of named phases for the nightly report."""
 
     def __init__(self):
         self.seconds = {}

@@ -1,4 +1,4 @@
-"""A durable tier that cannot be used: a restore, the start of a job and ``doctor`` say which, why, and what next."""
+"""A restore, a job start and ``doctor`` report which durable tier fails, why, and what to do."""
 
 import dataclasses
 import re
@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 
 def at(endpoint, url=""):
-    """With the patience that jobs have by default."""
+    """Return settings of an endpoint with the default timeouts."""
     return DurableSettings(url=url or bucket_url(), options={"endpoint": endpoint, "region": REGION})
 
 
@@ -55,7 +55,7 @@ def refused():
 
 @pytest.fixture
 def black_hole():
-    """Nobody takes connections any more, and nobody says so: packets that ask for one are dropped."""
+    """A port that silently drops new connections because its backlog is full."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen(0)
@@ -72,7 +72,7 @@ def black_hole():
 
 @pytest.fixture
 def silent():
-    """Connections are taken, and nothing is ever said."""
+    """A server that accepts connections and never answers."""
     with socket.create_server(("127.0.0.1", 0), backlog=512) as listener:
         yield at(f"http://127.0.0.1:{listener.getsockname()[1]}"), "[Tt]imeout|timed out|error sending request"
 
@@ -112,12 +112,12 @@ def test_job_that_starts_from_memory_reports_the_store_error(agent_dir, broken, 
 def test_restore_and_wait_end_at_their_deadline_and_name_the_silent_store(agent_dir, black_hole, caplog):
     settings = dataclasses.replace(black_hole[0], on_unreachable="continue")
     with CheckpointJob(agent_dir, settings).checkpointer() as ckpt:
-        ckpt.session.agent.store.status()  # the agent runs
+        ckpt.session.agent.store.status()  # the agent is alive
         began = time.monotonic()
         with pytest.raises(TierUnavailableError) as raised:
             ckpt.restore(state_at(0), timeout_s=2.0)
         took_s = time.monotonic() - began
-        assert took_s < 2.0 + 1.0 + 2.0, "a second for the way there and back, two that a busy machine may take"
+        assert took_s < 2.0 + 1.0 + 2.0, "one second for the round trip, two for a busy machine"
         assert f"{settings.url} has not answered in the time that was given" in str(raised.value)
         ckpt.save(state_at(1), 1)
         began = time.monotonic()

@@ -1,4 +1,4 @@
-"""What a load may say of a step that it could not read: deleted, lost and damaged are three findings."""
+"""A load reports an unreadable step as deleted, lost or damaged."""
 
 import pytest
 
@@ -28,7 +28,7 @@ def marks(job, tmp_path):
 
 
 def before_reading(monkeypatch, act):
-    """Once, when a load has decided what to read and has read nothing yet."""
+    """Call ``act`` once, after a load has planned its reads and before the first read."""
     run = ReadExecutor.run
 
     def late(reading, items):
@@ -47,7 +47,7 @@ def test_a_step_that_retention_deletes_under_a_slow_reader_is_not_damaged(job, m
     before_reading(monkeypatch, delete)
     with job.checkpointer() as ckpt:
         found = zeros_like_state(state_at(0))
-        assert ckpt.restore(found) == 1, "the rest was looked at again"
+        assert ckpt.restore(found) == 1, "the load must choose again among the remaining steps"
         assert_same_bits(state_at(1), found)
         assert [info.quarantined for info in ckpt.steps()] == [""]
     assert not marks()
@@ -62,7 +62,7 @@ def test_object_lost_under_its_manifest_is_damage(job, marks, monkeypatch, tmp_p
     with job.checkpointer() as ckpt:
         assert ckpt.restore(zeros_like_state(state_at(0))) == 1
         assert [bool(info.quarantined) for info in ckpt.steps()] == [False, True]
-    assert not marks(), "who only reads has written something durable"
+    assert not marks(), "the reader wrote a mark to the durable tier"
 
 
 def test_damage_is_marked_in_the_store_by_the_next_durable_save(job, marks, tmp_path):
@@ -73,7 +73,7 @@ def test_damage_is_marked_in_the_store_by_the_next_durable_save(job, marks, tmp_
     job.assert_restores(1, tiers={"durable"})
     assert not marks()
     job.save(3)
-    wait_until(marks, "a mark")  # a step is durable before the older ones are looked at
+    wait_until(marks, "a mark")  # a step is durable before the agent checks the older ones
     assert [mark.name[:12] for mark in marks()] == [f"{2:012d}"]
     job.lose_memory()
     with job.checkpointer() as ckpt:

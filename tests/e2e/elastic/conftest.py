@@ -1,4 +1,4 @@
-"""Jobs of the tests beside this file; the run that they compare themselves with is made once."""
+"""Jobs for the tests in this directory, and the reference run that they share."""
 
 from tests.support.training_runs import reference_steps, training_run
 

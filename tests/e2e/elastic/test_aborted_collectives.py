@@ -1,4 +1,4 @@
-"""A collective that is aborted returns with garbage, and training goes on: no bit of that is in the next world."""
+"""The garbage that an aborted collective returns never reaches the next world."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.e2e
 __all__ = ["golden_run"]
 
 KILLED_AT = 6
-"""Not a step that follows one that was saved."""
+"""A step that does not directly follow a saved step."""
 
 
 BACKENDS = [nccl_like.NAME, *([DEVICE] if accelerator().device_count() else [])]
@@ -32,7 +32,7 @@ BACKENDS = [nccl_like.NAME, *([DEVICE] if accelerator().device_count() else [])]
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
-    """What is learned where nothing happens, on the same devices."""
+    """Return the steps of an undisturbed run on the same devices."""
     found: dict[str, list[dict[str, Any]]] = {}
 
     def learned(backend: str = "gloo") -> list[dict[str, Any]]:
@@ -57,18 +57,18 @@ def test_rank_killed_inside_an_all_reduce_does_not_change_the_result(golden_run,
     assert_all_injected_once(job)
     assert_worlds_consistent(job)
     ended = [one for one in job.log_lines("step") if one["step"] == job.total - 1]
-    assert state_sum(ended, job.total - 1) == expected[-1]["sum"], "it learned something else than without a fault"
+    assert state_sum(ended, job.total - 1) == expected[-1]["sum"], "the result differs from a run without faults"
     assert_same_training(job.committed_steps(), expected)
     assert len({one["pid"] for one in job.log_lines("world")}) == 3, "the survivor is the same process"
     begun = {one["first"] for one in job.log_lines("world") if one["epoch"] == 1}
-    if backend == DEVICE:  # the host runs ahead: what it had only asked for is not believed
+    if backend == DEVICE:  # the host runs ahead, so queued work does not count as completed
         assert max(begun) <= KILLED_AT
-    else:  # what the survivor had completed before is not lost, saved or not
+    else:  # the survivor keeps the steps that it completed, saved or not
         assert begun == {KILLED_AT}
 
 
 def test_work_queued_at_a_ranks_death_is_not_reported_as_completed(golden_run, undisturbed) -> None:
-    """The host is steps ahead of the collective that hangs: it has stepped, and noted that, before it hears of it."""
+    """The host queues steps ahead of the hung collective and records them before the abort."""
     faults = FaultPlan().at(step=KILLED_AT, phase=InjectionPhase.ALLREDUCE, rank=1).sigkill()
     job = golden_run("plain", faults, backend=AHEAD)
     job.wait_finished(job.start_run(total=12), 120)

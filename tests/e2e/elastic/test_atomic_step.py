@@ -1,4 +1,4 @@
-"""A step is done by all ranks or by none, and everything with a state comes back with it, bit by bit."""
+"""A step completes on all ranks or on none, and every stateful object is restored bit for bit."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ RANKS = 3
 
 
 def train_with_faults(zygote, ranks, torn):
-    """The last that every rank said of every step, and the first step of each world."""
+    """Return each rank's last report of every step, and the first step of each world."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with make_cluster(ranks, "n1") as cluster, socket_bridge(RANKS, f"127.0.0.1:{store.port}") as bridge:
         environ = {**cluster["n1"].environ, "OMP_NUM_THREADS": "1"}
@@ -41,7 +41,7 @@ def test_torn_optimizer_step_rolls_all_ranks_back(zygote, ranks):
     assert set(undisturbed) == {(step, rank) for step in range(TOTAL) for rank in range(RANKS)}
     assert len({words[-1] for words in undisturbed.values()}) == len(undisturbed)
     torn, worlds = train_with_faults(zygote, ranks, (0, 2))
-    assert worlds <= {(0, 0), (1, 2), (1, 3)}  # some rank may not have sealed step 2 when another one failed
+    assert worlds <= {(0, 0), (1, 2), (1, 3)}  # a rank may not have sealed step 2 when another one failed
     assert len(worlds) == 2
     assert torn == undisturbed
 

@@ -1,4 +1,4 @@
-"""``elastic run`` with everything: 2, 4, 3, 1 and 4 ranks and one killed, of which no bit shows in what was learned."""
+"""``elastic run`` with 2, 4, 3, 1 and 4 ranks and a killed rank trains the same bits."""
 
 from __future__ import annotations
 

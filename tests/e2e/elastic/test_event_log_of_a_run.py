@@ -1,4 +1,4 @@
-"""``elastic run`` with a rank that is killed: its ledger says so, exactly."""
+"""The event log of an ``elastic run`` with a killed rank is exact."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ WAYS_IN = {"rendezvous", "groups", "hydrate", "loader", "first_step"}
 
 @pytest.fixture(scope="module")
 def run():
-    """A job of two ranks whose second one is killed inside step 5; what its ledger says, and when it was killed."""
+    """Run two ranks, kill rank 1 inside step 5, and return the event log, its analysis and the time."""
     with elastic_job() as job:
         job.environ |= {"OMP_NUM_THREADS": "1", "TIEREDCKPT_AGENT_BUDGET": "64MiB"}
         job.environ["TIEREDCKPT_AGENT_DIRECTORY"] = str(job.folder / "agent")
@@ -60,7 +60,7 @@ def trained(job):
     told.write(FaultInjected(killed_at, "sigkill", epoch=0, node="n0", local_rank=1))
     told.close()
     kill(at[0]["pid"])
-    limit.write_text(str(TOTAL))  # the other rank goes on to meet it, and cannot
+    limit.write_text(str(TOTAL))  # the other rank continues until it waits for the killed one
     assert job.wait_ended(running) == 0, job.output()
     assert job.rank_messages("in", epoch=1)[0]["first"] == KILLED_AT
     read = read_event_log(job.folder / "logs" / "event-log")

@@ -1,4 +1,4 @@
-"""An event log under a plain launcher: ``$TIEREDCKPT_EVENT_LOG`` is set by hand, no agent, no checkpoint."""
+"""An event log under a plain launcher: only ``$TIEREDCKPT_EVENT_LOG``, no agent, no checkpoint."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def training(_say, first: int) -> str:
 
     def train(world) -> None:
         if world.size > 1:
-            dist.barrier()  # no rank leaves the world before the other one has connected to it
+            dist.barrier()  # no rank may leave the world before the other one has connected
         for step in world.steps(first, STEPS):
             world.report(loss=float(step), samples=4)
 

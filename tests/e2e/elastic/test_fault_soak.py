@@ -1,7 +1,7 @@
-"""Hundreds of random faults in one job: it never gives up, learns the same bits, and what lasts does not grow.
+"""A job survives hundreds of random faults, trains the same bits and leaks nothing.
 
-``FAULTS`` in the environment of the tests says how many (default 300), ``SEED`` which ones. What happened, when it
-happened and how long each recovery took is left in the folder that is printed.
+In the environment, ``FAULTS`` sets the number of faults (default 300) and ``SEED`` their order. The printed folder has
+the faults with their times and the duration of each recovery.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ KINDS = (
     InjectionKind.HOLD_GIL,
     InjectionKind.HANG,
 )
-"""Those that cost a time limit are rarer."""
+"""Fault kinds that cost a time limit, which are rarer."""
 STARTING = 30
-"""So many looks at a process are left out, two in a second: it may have been started just before."""
+"""Samples to skip, at two per second, because the process may have just started."""
 MORE_THREADS, MORE_DESCRIPTORS, MORE_BYTES = 4, 12, 64 << 20
-"""What a process may have more of at its end than when it had seen a few faults."""
+"""Growth that a process may have at its end, compared with the time after its first faults."""
 
 
 @pytest.mark.timeout(COUNT * 60 + 600)
@@ -63,7 +63,7 @@ def test_job_survives_hundreds_of_random_faults(golden_run, tmp_path) -> None:
         for pid in job.persistent_pids():
             try:
                 sizes.setdefault(pid, []).append({**process_size(pid), "faults": len(job.record.done())})
-            except OSError:  # it has just ended
+            except OSError:  # the process has just ended
                 continue
         time.sleep(0.5)
     took = recoveries(job)
@@ -83,7 +83,7 @@ def test_job_survives_hundreds_of_random_faults(golden_run, tmp_path) -> None:
 
 
 def assert_constant(who: str, seen) -> None:
-    """By the middle of its first and of its last quarter: it may be busy, or ending, at any one look."""
+    """Compare the medians of the first and last quarter, because single samples vary."""
     if len(seen) < 4:
         return
     quarter = len(seen) // 4
@@ -93,7 +93,7 @@ def assert_constant(who: str, seen) -> None:
 
 
 def recoveries(job) -> list[float]:
-    """From each fault to the first step that a later world has done."""
+    """Return the seconds from each fault to the first step of a later world."""
     steps = sorted((one["at"], one["epoch"]) for one in job.log_lines("step"))
     found = []
     for one in job.record.done():

@@ -1,4 +1,4 @@
-"""Faults of every kind, in every phase of a step and of the recovery from one: no bit of what is learned changes."""
+"""Faults of every kind, in every phase of a step and of a recovery, change no bit of the result."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ SHORT = {
     "fsdp": "exception@backward node@seal sigkill@replicate segfault@restore",
     "hsdp": "nan@forward sigkill@allreduce oom@save",
 }
-"""What every run goes through; the chains are for the night."""
+"""Chains for every run; the full chains are nightly."""
 ALL = [(how, backend) for how in CHAINS for backend in ("gloo", nccl_like.NAME)]
 IN_A_PUSH = [("fsdp", "gloo"), ("hsdp", nccl_like.NAME)]
 """Both backends; other tests of a push recover with DDP."""
 IN_A_NIGHT = 12
-"""Chains that all pairs are spread over."""
+"""Number of chains that cover all pairs."""
 STEPS = 70
 
 
@@ -63,7 +63,7 @@ def go_through(golden, undisturbed, how, pairs: list[tuple[InjectionKind, Inject
     job.wait_finished(job.start_run(), within_s)
     assert_all_injected_once(job)
     assert_worlds_consistent(job)
-    assert all(one["first"] > 0 for one in job.log_lines("world") if one["epoch"] > 0), "what was safe was not found"
+    assert all(one["first"] > 0 for one in job.log_lines("world") if one["epoch"] > 0), "a world found no saved step"
     assert_same_training(job.committed_steps(), undisturbed)
 
 

@@ -1,4 +1,4 @@
-"""A rank hangs under ``torchrun``, in each way that a rank can, and nobody helps: the job goes on by itself."""
+"""A job under ``torchrun`` recovers by itself from every kind of hang."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _NIGHTLY = pytest.mark.nightly
     [("hang", 1), pytest.param("stop", 0, marks=_NIGHTLY), pytest.param("native", 2, marks=_NIGHTLY)],
 )
 def test_job_with_a_hung_rank_resumes_by_itself(agent_dir: Path, tmp_path: Path, zygote, kind: str, rank: int):
-    """Rank 0 is the one that judges the others: who judges may hang, too."""
+    """Rank 0 detects the hangs of the others, and it may hang, too."""
     (tmp_path / "limit").write_text(str(TOTAL))
     (tmp_path / f"break-{kind}").write_text(f"{rank} 5")
     environ = {"OMP_NUM_THREADS": "1", "STORY": str(tmp_path), "ELASTIC_HANG_TIMEOUT": "8"}
@@ -33,5 +33,5 @@ def test_job_with_a_hung_rank_resumes_by_itself(agent_dir: Path, tmp_path: Path,
     assert not (tmp_path / f"break-{kind}").exists()
     lines = [line for one in found for line in one.lines]
     assert lines.count(["ended", "finished"]) == RANKS
-    assert max(one.newest_step[0] for one in found) > 0  # all of them were started again
+    assert max(one.newest_step[0] for one in found) > 0  # torchrun restarted all of them
     assert step_results(lines) == reference_steps(zygote)

@@ -1,4 +1,4 @@
-"""A rank that does not answer and is not dead: whoever waits for it in a collective is woken within moments."""
+"""A rank hangs without dying, and the ranks that wait for it in a collective are woken at once."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.e2e
 
 
 def train(say, address, how):
-    """In the first world all wait for rank 1, which waits for the test; each in the way that ``how`` says."""
+    """Block in the first world, at rank 1 until the test acts, and elsewhere in the way of ``how``."""
     import torch
 
     def work(world):
@@ -32,7 +32,7 @@ def train(say, address, how):
         if world.size == 2 and how == "store":
             dist.distributed_c10d._get_default_store().get("what nobody sets")
 
-    # Nothing here ends by its own time limit before the test is long over.
+    # The timeout is so long that only recovery can end the wait.
     return run(
         work, plane=SocketControlPlane(address), policy=RecoveryPolicy(timeout=timedelta(minutes=30))
     ).outcome.value

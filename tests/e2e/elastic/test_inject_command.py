@@ -1,4 +1,4 @@
-"""``elastic inject``: faults in a job that runs, from outside and in the rank itself, and what is refused."""
+"""``elastic inject``: faults in a running job, from outside and in a rank, and refused requests."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.support.local_nodes import wait_until
 
 pytestmark = pytest.mark.e2e
 TOTAL = 1_000_000
-"""More steps than a job can do here before the test stops it."""
+"""More steps than the job can complete before the test stops it."""
 
 
 def test_running_job_is_injected_at_the_requested_place_and_time(golden_run) -> None:  # noqa: F811
@@ -23,7 +23,7 @@ def test_running_job_is_injected_at_the_requested_place_and_time(golden_run) -> 
             lambda: next((one for one in injected_faults(job.record) if one.injection.name == name), None), name
         )
 
-    wait_until(lambda: job.log_lines("step"), "the first step")
+    wait_until(lambda: job.log_lines("step"), "the first step completes")
     refused = [
         job.run_json("inject", "--at", *words.split())
         for words in (
@@ -41,19 +41,20 @@ def test_running_job_is_injected_at_the_requested_place_and_time(golden_run) -> 
     assert "error" not in job.run_json("inject", "--at", "rank=1", "name=kill", "--kind", "sigkill")
     killed = happened("kill")
     assert (killed.rank, killed.phase) == (1, None)
-    wait_until(lambda: any(one["epoch"] == 1 for one in job.log_lines("step")), "a world after it")
+    wait_until(lambda: any(one["epoch"] == 1 for one in job.log_lines("step")), "the next world forms")
     assert "error" not in job.run_json(
         "inject", "--at", "step=1 rank=0 phase=backward name=raise", "--kind", "exception"
     )
     raised = happened("raise")
     assert (raised.rank, raised.phase) == (0, InjectionPhase.BACKWARD)
-    wait_until(lambda: any(one["epoch"] == 2 for one in job.log_lines("step")), "a world after that")
+    wait_until(lambda: any(one["epoch"] == 2 for one in job.log_lines("step")), "the next world forms")
     assert "error" not in job.run_json("inject", "--at", "rank=0 seconds=3.5 name=cut", "--kind", "partition")
     cut = happened("cut")
     wait_until(
-        lambda: any(one["epoch"] > 2 and one["size"] == 2 for one in job.log_lines("step")), "a world without the node"
+        lambda: any(one["epoch"] > 2 and one["size"] == 2 for one in job.log_lines("step")),
+        "a world without the node forms",
     )
-    wait_until(lambda: state_of(job, cut.node) in ("standby", "training"), "the node is back")
+    wait_until(lambda: state_of(job, cut.node) in ("standby", "training"), "a world with the node forms")
     job.run_json("stop")
     assert job.wait_ended(run) == 7
 

@@ -1,4 +1,4 @@
-"""The two train functions of docs/how-to/loop.md run, and have the same losses."""
+"""The two train functions of docs/how-to/loop.md run and have the same losses."""
 
 from __future__ import annotations
 

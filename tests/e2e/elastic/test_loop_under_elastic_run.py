@@ -1,4 +1,4 @@
-"""``elastic.Loop`` under ``elastic run``: no rank, fault or resize changes a bit of what it learns."""
+"""``elastic.Loop`` under ``elastic run`` trains the same bits with any ranks, faults and resizes."""
 
 from __future__ import annotations
 

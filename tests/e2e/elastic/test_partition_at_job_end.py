@@ -1,4 +1,4 @@
-"""A node that is cut off while the job ends hears of it all the same: whoever started it waits for it."""
+"""A node that is partitioned while the job ends still learns the result."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A node gone without a word, one that comes, and one preempted with 10 s notice: nothing of it shows."""
+"""A lost node, a joined node and a node preempted with 10 s notice do not change the result."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TOTAL = 16
 
 def test_lost_joined_and_preempted_nodes_do_not_change_the_result(training_run, reference_steps) -> None:
     job = training_run("preempted", "tree", TOTAL)
-    job.environ["TIEREDCKPT_PEER_REQUIRE"] = "copied"  # then no more than one step's copies are on their way
+    job.environ["TIEREDCKPT_PEER_REQUIRE"] = "copied"  # then at most one step's replicas are in flight
     job.allow_steps(0)
     run = job.start_run(3)
     job.wait_nodes_ready(3)
@@ -38,9 +38,9 @@ def test_lost_joined_and_preempted_nodes_do_not_change_the_result(training_run, 
     job.run_json("drain", "n2", "--deadline", "10")
     job.wait_stop_requested()
     job.allow_steps(TOTAL)
-    wait_until(lambda: not job.pids('"node":"n2"'), "n2 is given back")
+    wait_until(lambda: not job.pids('"node":"n2"'), "n2 has left")
     job.lose_memory("n2")  # the machine is switched off
-    assert "dismissed after" in job.node_output("n2")  # of its own accord: at the deadline it would have been ended
+    assert "dismissed after" in job.node_output("n2")  # it left by itself, before the deadline
 
     job.wait_finished(run)
     assert job.wait_ended(again) == 0
@@ -79,12 +79,12 @@ def test_node_outside_the_world_keeps_the_steps_of_a_lost_one(training_run, refe
 
 
 def sizes_after(job, epoch):
-    """Of the worlds after that one."""
+    """Return the sizes of the worlds after this one."""
     return [size for at, size in sorted({(one["epoch"], one["size"]) for one in job.log_lines("world")}) if at > epoch]
 
 
 def done_again(job):
-    """Steps that more than one world did."""
+    """Return the steps that more than one world completed."""
     epochs = defaultdict(set)
     for one in job.log_lines("step"):
         epochs[one["step"]].add(one["epoch"])

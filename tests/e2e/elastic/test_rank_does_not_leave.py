@@ -1,4 +1,4 @@
-"""A rank that does not leave a broken world: it is ended with its stacks, its stage is named, a spare replaces it."""
+"""A rank that does not leave a broken world is ended with its stacks and stage, and replaced."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A rank that does not leave a broken world, under a launcher with torchrun's environment: it ends itself."""
+"""Under a launcher with torchrun's environment, a rank that cannot leave a broken world exits."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def stuck(how: str) -> None:
 
 
 def trains(_say, folder: str, how: str) -> str:
-    """Rank 1 fails; rank 0 hangs on its way out."""
+    """Fail at rank 1, and hang at rank 0 while it leaves the world."""
     log = os.open(Path(folder) / f"rank-{os.environ['RANK']}.log", os.O_WRONLY | os.O_CREAT)
     os.dup2(log, 2)
     sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
@@ -73,5 +73,5 @@ def test_rank_that_does_not_leave_ends_itself_with_its_stacks(tmp_path, zygote, 
     finally:
         for one in (late, fails):
             one.kill_if_alive()
-            with contextlib.suppress(AssertionError):  # both end with an error
+            with contextlib.suppress(AssertionError):  # both ranks end with an error
                 one.wait()

@@ -1,4 +1,4 @@
-"""``elastic run`` and ranks that fail in every way and at every stage; in the end one for which there is no cure."""
+"""``elastic run`` with ranks that fail in every way and at every stage, and an unrecoverable fault."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ RANKS = 3
 
 
 def outcome(*faults, options=()):
-    """All that the ranks have said, by what it is about; the status; the output."""
+    """Return the ranks' messages by kind, the exit status and the output."""
     with elastic_job() as job:
         job.environ |= {"OMP_NUM_THREADS": "1", "TIEREDCKPT_AGENT_BUDGET": "256MiB"}
         job.environ["TIEREDCKPT_AGENT_DIRECTORY"] = str(job.folder / "agent")
@@ -42,7 +42,7 @@ def outcome(*faults, options=()):
 
 
 def assert_only_the_faulty_were_replaced(said, faults):
-    """Who raises comes back in the same process; who dies or hangs does not; nobody else is touched."""
+    """Check that a rank that raises keeps its process, and that only ranks that die or hang are replaced."""
     known, gone = {}, set()
     for epoch, fault in enumerate((*faults, "")):
         for rank, pid in pids(said, epoch).items():
@@ -57,7 +57,7 @@ def assert_only_the_faulty_were_replaced(said, faults):
 
 
 def pids(said, epoch):
-    """Of the ranks that got into this world, or failed on the way into it."""
+    """Return the process of each rank that entered this world or failed on entry."""
     return {one["rank"]: one["pid"] for what in ("in", "fails") for one in said[what] if one["epoch"] == epoch}
 
 
@@ -85,7 +85,7 @@ def test_crash_is_followed_by_a_failure_for_a_nonfinite_loss():
 @pytest.mark.timeout(1200)
 def test_job_recovers_from_every_fault_at_every_stage():
     faults = (
-        "1:stop-restore",  # before the first step of all
+        "1:stop-restore",  # before the very first step
         "0:raise-first",
         "0:loop-step",
         "2:hold-step",

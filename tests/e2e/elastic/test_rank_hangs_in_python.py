@@ -10,7 +10,7 @@ pytestmark = pytest.mark.e2e
 
 HANG_S = 5.0
 AFTER_S = 5.0
-"""Seconds from the detection of the hang to the next step, besides the start of a process."""
+"""Seconds from the detection of the hang to the next step, without the start of a process."""
 
 TRAINER = """
 import json, os, time
@@ -62,7 +62,7 @@ def test_hung_rank_is_replaced_within_seconds(job):
     resumed = min(one["at"] for one in job.rank_messages("step", epoch=1))
     warm_s = max(one["took_s"] for one in job.rank_messages("warm"))
     found_s = HANG_S + 2.0
-    """A report a second, and one look a second."""
+    """The detector adds at most one report interval and one poll interval of a second each."""
     start_s = warm_s + 2.0
     assert resumed - last <= found_s + AFTER_S + start_s, (resumed - last, warm_s)
     words = "\n".join(path.read_text() for path in (job.folder / "logs").glob("*/rank-1.*.log"))

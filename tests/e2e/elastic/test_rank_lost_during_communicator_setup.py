@@ -1,4 +1,4 @@
-"""A rank is lost while another one makes a communicator with it: that costs who waits, unless it may be given up."""
+"""A rank is lost during communicator setup; the other process survives only nonblocking setup."""
 
 from __future__ import annotations
 

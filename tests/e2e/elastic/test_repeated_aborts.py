@@ -1,4 +1,4 @@
-"""Two ranks form groups, hang in a collective, are aborted and form them again, many times in the same processes."""
+"""Two ranks form groups, hang in a collective, are aborted and start over, many times."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.support.zygote import Zygote
 pytestmark = pytest.mark.e2e
 
 TIMES, SHORT = 100, LEAST
-"""A push aborts as often as it takes to see growth; the night and a machine with a device go on to the end."""
+"""Numbers of aborts: all at night and on a device, only enough to detect growth otherwise."""
 
 
 def measured(*args: Any) -> Any:
@@ -30,10 +30,10 @@ def forked(_say: Callable[[str], None], *args: Any) -> Any:
 
 
 def two_ranks(zygote: Zygote, *args: Any) -> list[Any]:
-    """What both ranks return: forked ones, or on a device new interpreters."""
+    """Return both ranks' results, from forked processes or, on a device, new interpreters."""
     if args[2] not in REAL:
         return [one.wait(380).result for one in [zygote.start(forked, rank, *args) for rank in range(2)]]
-    # A process that is forked after the first use of CUDA cannot use it.
+    # A process cannot use CUDA if its parent used it before the fork.
     with multiprocessing.get_context("spawn").Pool(2) as pool:
         return [one.get(380) for one in [pool.apply_async(measured, (rank, *args)) for rank in range(2)]]
 

@@ -1,4 +1,4 @@
-"""A process that has recovered many times is what it was after the first few times: nothing of an attempt stays."""
+"""A process that has recovered many times leaks nothing."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from tests.support.socket_control_plane import socket_bridge
 pytestmark = pytest.mark.e2e
 
 WARM = 8
-"""After so many worlds everything has been made that is made once."""
+"""Worlds after which all lazy initialization is done."""
 KIB_EACH = 8
-"""Allocated memory that a recovery may leave behind, averaged over many."""
+"""KiB of allocated memory that a recovery may leave behind, averaged over many."""
 PAGES_EACH = 24
-"""Resident memory that a recovery may leave behind: it includes what the allocator holds back."""
+"""Resident pages that a recovery may leave behind, including what the allocator retains."""
 SHORT_HISTORY = {"TORCH_FR_BUFFER_SIZE": "16"}
-"""Torch's flight recorder copies up to 2,000 collectives: 70 KiB a recovery here, until its buffer is full."""
+"""A short flight recorder: torch's default of 2,000 collectives grows by 70 KiB per recovery."""
 
 
 def worlds_of(lines):
-    """Epoch, first step, threads, descriptors, allocated KiB, resident pages and time of every world."""
+    """Return epoch, first step, threads, descriptors, allocated KiB, resident pages and time per world."""
     return [[float(word) for word in line.split()[1:]] for line in lines if line.startswith("world")]
 
 
@@ -55,9 +55,9 @@ def growth(worlds, what):
 def assert_nothing_stays(worlds, faults):
     for rank in worlds:
         assert [int(world[0]) for world in rank] == list(range(faults + 1))
-        assert rank[-1][1] >= faults  # every world got a step further
+        assert rank[-1][1] >= faults  # every world completed a step
         warm = rank[WARM:]
-        for what in (2, 3):  # some threads and descriptors of the last world may not have gone yet
+        for what in (2, 3):  # some threads and descriptors of the last world may still exist
             seen = [world[what] for world in warm]
             assert min(seen[-8:]) <= max(seen[: len(seen) // 2]), seen
         assert growth(warm, 4) <= KIB_EACH, [world[4] for world in rank]

@@ -1,4 +1,4 @@
-"""``elastic reshard``: from any kind of checkpoint to any other, proved equal, there as a whole or not at all."""
+"""``elastic reshard`` converts any kind of checkpoint into any other, completely or not at all."""
 
 import json
 import os
@@ -114,7 +114,7 @@ def save_durable(durable, values, job="m", step=4):
         assert node.wait_durable(job, None, 60).state == "done"
 
 
-# -- from anything to anything --------------------------------------------------------------------------------------
+# -- all sources and targets ----------------------------------------------------------------------------------------
 
 
 SOURCES = ["durable", "durable path", "plain", "plain step", "plain url"]
@@ -122,7 +122,7 @@ SOURCES = ["durable", "durable path", "plain", "plain step", "plain url"]
 
 @pytest.fixture
 def source(request, durable, plain, tmp_path):
-    """What SRC may be, as it is written."""
+    """Return a value of SRC in the requested form."""
     if request.param == "plain":
         return str(plain)
     if request.param == "plain url":
@@ -159,7 +159,7 @@ def test_into_a_durable_tier(run, source, tmp_path, layout):
 
 
 def test_reshard_reads_from_memory(run, agent_dir, tmp_path):
-    """The node's agent is asked, and a step of the job that runs is read where it is."""
+    """The command reads the step of a running job through the node's agent."""
     dcp.save(state(), storage_writer=TieredWriter("tiered://m", 4), no_dist=True)
     assert run("tiered://m", tmp_path / "out", "--ranks", 3).code == 0
     loads_from_folder(tmp_path / "out")
@@ -223,7 +223,7 @@ def load_sharded(variant, path):
 
 @pytest.mark.parametrize("saved", [Variant("2d", (2, 2)), Variant("tp", (3,))], ids=str)
 def test_saved_shards_are_loaded_by_another_world(run, ranks, agent_dir, tmp_path, saved):
-    """The checksum that the command prints is the one the ranks work out themselves."""
+    """The command prints the same checksum that the ranks compute."""
     ranks.run(saved.world, save_sharded, saved)
     said = run("tiered://sharded", tmp_path / "out", "--ranks", 3, "--json")
     assert said.json["parts_before"] == saved.world
@@ -260,7 +260,7 @@ def test_help(run):
     assert "Exit codes:" in said.out
 
 
-# -- what is there stays, unless told --------------------------------------------------------------------------------
+# -- existing targets ------------------------------------------------------------------------------------------------
 
 
 def test_folder_is_replaced_only_with_force(run, plain, tmp_path):
@@ -292,7 +292,7 @@ def test_step_is_replaced_only_with_force(run, plain, tmp_path):
     assert (said.code, "plain DCP checkpoint" in said.err) == (2, True)
 
 
-# -- what is wrong is said ---------------------------------------------------------------------------------------------
+# -- errors ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -382,11 +382,11 @@ def test_unreachable_target_is_unavailable(run, plain, monkeypatch):
     assert run(plain, "s3://bucket/m/step-1", "--ranks", 3).code == 5
 
 
-# -- whole or not at all -----------------------------------------------------------------------------------------------
+# -- complete or absent ------------------------------------------------------------------------------------------------
 
 
 def test_incorrectly_written_target_is_not_kept(run, plain, tmp_path, monkeypatch):
-    """One element of one slice: as a slip in the writer, or a bad disk, would have it."""
+    """One element of one slice is wrong, as after a bug in the writer or a disk error."""
     save = torch.save
 
     def wrong(tensor, file):
@@ -405,7 +405,7 @@ def test_incorrectly_written_target_is_not_kept(run, plain, tmp_path, monkeypatc
 
 @pytest.mark.parametrize("target", ["folder", "durable"])
 def test_reshard_refuses_swapped_slices(run, plain, tmp_path, monkeypatch, target):
-    """A mistake in reading is made once when it is written, and not again when both sides are compared."""
+    """A read error during the write is not repeated during the comparison."""
     read, swapped = PlainSource.read, []
 
     def wrong(self, name, box):
@@ -441,7 +441,7 @@ def test_interrupted(run, plain, tmp_path, monkeypatch, target):
 
 
 def reshard_and_die(say, arguments, at):
-    """Killed when it reads for the ``at``-th time: in the middle of reading, of writing, of comparing."""
+    """Kill the process at its ``at``-th read: while it reads, writes or compares."""
     read, left = PlainSource.read, [at]
 
     def counted(self, name, box):
@@ -493,7 +493,7 @@ def test_peak_memory_is_a_few_slices(durable, tmp_path, zygote):
 
 
 def test_reshard_keeps_the_bits_of_every_dtype(run, plain, tmp_path):
-    """What is loaded by itself, without the state it belongs to."""
+    """Each tensor is loaded alone, without the rest of its state."""
     assert run(plain, tmp_path / "out", "--ranks", 4).code == 0
     source = PlainSource("", FileSystemReader(tmp_path / "out"))
     for name, tensor in state()["model"].items():

@@ -1,8 +1,8 @@
-"""Every layout of every world into every other, optimizer included: real ranks, out of the nodes' memory, bit for bit.
+"""Every layout of every world loads into every other with real ranks, optimizer included.
 
-A world saves each of its layouts into a job of its own; then each world loads what all the others saved. What was
-loaded is compared twice: by the checksum, which both sides work out without gathering anything and which is that of
-values known without any sharding; and bit for bit with those values as torch itself shards them.
+A world saves each of its layouts into a separate job. Then each world loads the layouts of all others from the nodes'
+memory. The checksum must equal that of the unsharded values. The values must have the same bits as values that torch
+itself shards.
 """
 
 import itertools
@@ -30,7 +30,7 @@ FEW = [
 
 
 def save_all(chosen):
-    """Each of these variants, which all have this world's size; the checksum of each, as every rank has it."""
+    """Save each of these variants of this world's size, and return the checksum of each."""
     found = {}
     for variant in chosen:
         state = get_state(*build_variant(variant, blank=False))
@@ -40,7 +40,7 @@ def save_all(chosen):
 
 
 def load_all(variant, sources):
-    """Everything that was saved, one after the other into the same model."""
+    """Load all saved layouts one after the other into the same model."""
     expected = get_state(*build_variant(variant, blank=False))
     model, optimizer = build_variant(variant, blank=True)
     found = {}
@@ -58,12 +58,12 @@ def load_all(variant, sources):
 
 
 def every_pair(ranks, sources, targets):
-    """What was saved and what was loaded, by pair."""
+    """Save all sources, load each into all targets, and compare the checksums."""
     saved = {}
     for world, group in itertools.groupby(sorted(sources, key=lambda v: v.world), key=lambda v: v.world):
         saved |= agreed(ranks.run(world, save_all, list(group)))
     (reference, *others) = saved.values()
-    for other in others:  # whatever the layout, it is the same state
+    for other in others:  # all layouts have the same state
         other.assert_equal(reference)
     expected = state_checksum(expected_state()).all_reduced()
     reference.assert_equal(expected)
@@ -76,7 +76,7 @@ def every_pair(ranks, sources, targets):
 
 
 def agreed(answers):
-    """All ranks say the same."""
+    """Check that all ranks returned the same, and return it."""
     for answer in answers[1:]:
         assert answer == answers[0]
     return answers[0]
@@ -116,7 +116,7 @@ def save_damaged(variant):
 def test_changed_bit_of_one_rank_is_detected_by_all(agent_dir, ranks, variant, diverged):
     for before, after in ranks.run(variant.world, save_damaged, variant):
         name = "model.up.weight"
-        if diverged:  # its own copy is not the one that counts
+        if diverged:  # the checksum counts another rank's replica
             assert after.diverged_names == (name,)
             assert not before.differences(after)
         else:
@@ -128,14 +128,14 @@ def share(names):
 
 
 def test_reshard_of_ranks_with_different_names(ranks):
-    """As in pipeline stages: the shares are gathered, and each name counts once."""
+    """Ranks have different names, as in pipeline stages, and each name counts once."""
     whole = state_checksum({name: torch.arange(4.0) for name in "abc"}).all_reduced()
     for found in ranks.run(3, share, (["a", "b"], ["b"], ["c", "b"])):
         assert found == whole
 
 
 def row_parallel(value):
-    """FSDP2 over tensor parallelism that leaves the last rank nothing: it holds a shard of shape (0, 0)."""
+    """FSDP2 over tensor parallelism, where the last rank has an empty shard of shape (0, 0)."""
     mesh = init_device_mesh("cpu", (1, 3), mesh_dim_names=("dp", "tp"))
     model = torch.nn.Sequential(torch.nn.Linear(4, 5, bias=False))
     torch.nn.init.constant_(model[0].weight, value)

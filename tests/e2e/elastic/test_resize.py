@@ -1,4 +1,4 @@
-"""One job through worlds of 2, 4, 3, 3 (one rank killed), 1 and 4 ranks, each on a node of its own."""
+"""One job in worlds of 2, 4, 3, 3 (after a killed rank), 1 and 4 ranks, each rank on its own node."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.support.elastic_training import expected_losses, train
 from tests.support.local_nodes import wait_until
 from tests.support.socket_control_plane import socket_bridge
 
-# Every run has test_elastic_run_end_to_end.py, which does the same on another control plane.
+# test_elastic_run_end_to_end.py does the same in every run, with another control plane.
 pytestmark = [pytest.mark.e2e, pytest.mark.nightly]
 
 TOTAL = 24
@@ -23,12 +23,12 @@ NODES = ("n1", "n2", "n3", "n4")
 
 @pytest.fixture
 def store():
-    """Who the ranks meet at; it lives in no rank."""
+    """The rendezvous store of the ranks, outside any rank."""
     return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 
 class Driven:
-    """A job whose ranks are processes on nodes, and a test that says how far they may go."""
+    """A job with one process per node, whose progress the test limits."""
 
     def __init__(self, zygote, cluster, bridge, folder: Path):
         self.zygote, self.cluster, self.bridge = zygote, cluster, bridge
@@ -58,18 +58,18 @@ class Driven:
         return [line.split()[1:] for one in self.running.values() for line in one.lines() if line.startswith(kind)]
 
     def wait_world(self, size):
-        """Until a world of this size has restored, and is inside a step."""
+        """Wait until a world of this size has restored."""
         plane = self.plane
         self.check(lambda: plane.size == size == len(plane.members))
         self.check(lambda: sum(line[0] == str(plane.epoch) for line in self.lines("restored")) == size)
 
     def resize(self, size, reason):
-        """Another world, once all ranks are inside a step; each has said which one before it may end."""
+        """Resize the world, and wait until every rank has reported the step at which it pauses."""
         self.plane.resize(size, reason)
         wait_until(lambda: all(seat.paused_step is not None for seat in self.plane.members if seat.is_alive))
 
     def wait_step(self, step):
-        """Until every rank of the world has completed ``step``."""
+        """Wait until every rank of the world has completed ``step``."""
         ranks = self.plane.size
         self.check(
             lambda: (
@@ -98,7 +98,7 @@ def test_job_survives_resizes_and_a_fault(zygote, ranks, store, tmp_path):
             job.start(name, seat)
         job.wait_world(2)
         job.allow(4)
-        job.wait_step(3)  # now all stand in step 4, which they finish
+        job.wait_step(3)  # now all ranks are inside step 4, which they finish
 
         for name in NODES[2:]:
             job.start(name, plane.add_rank())
@@ -115,7 +115,7 @@ def test_job_survives_resizes_and_a_fault(zygote, ranks, store, tmp_path):
         lost = plane.members[1]
         job.running[lost].kill(signal.SIGKILL)
         assert job.running[lost].wait().status == -signal.SIGKILL
-        job.allow(15)  # the others find out in the collectives of step 12; the one too many takes the lost one's place
+        job.allow(15)  # the others notice in step 12, and the spare replaces the lost rank
         job.wait_world(3)
         job.wait_step(14)
 
@@ -136,7 +136,7 @@ def test_job_survives_resizes_and_a_fault(zygote, ranks, store, tmp_path):
         ("0", "2"), ("1", "4"), ("2", "3"), ("3", "3"), ("4", "1"), ("5", "4")
     }  # fmt: skip
     steps = steps_of(said)
-    # The world that lost a rank left in the middle of step 12, maybe before that rank had sealed step 11.
+    # The world that lost a rank stopped during step 12, perhaps before that rank had sealed step 11.
     assert steps[2] in (range(9, 11), range(9, 12))
     assert [steps[epoch] for epoch in (0, 1, 4, 5)] == [range(5), range(5, 9), range(16, 19), range(19, TOTAL)]
     assert steps[3] == range(steps[2].stop, 16)
@@ -148,7 +148,7 @@ def test_job_survives_resizes_and_a_fault(zygote, ranks, store, tmp_path):
 
 
 def steps_of(said):
-    """The steps that count, of every world: one that a later world did again does not."""
+    """Return each world's steps, without steps that a later world repeated."""
     done = defaultdict(set)
     for kind, epoch, step, *_ in said:
         if kind == "step":
@@ -163,7 +163,7 @@ def steps_of(said):
 
 
 def assert_as_if_undisturbed(said):
-    """Every rank saw the losses of a run that nothing happened to, as far as float sums in other orders agree."""
+    """Check every rank's losses against an undisturbed run, up to the order of float sums."""
     runs = [expected_losses(TOTAL, ranks) for ranks in (1, 2, 3, 4)]
     noise = max(max(losses) - min(losses) for losses in zip(*runs, strict=True))
     assert noise < 1e-6

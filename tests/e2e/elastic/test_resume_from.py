@@ -38,7 +38,7 @@ train()
 
 @pytest.fixture
 def elastic_run(tmp_path, agent_dir):
-    """Run the script up to this number of steps; the ended process, and what its worlds restored."""
+    """Return a function that trains up to a step and returns the process and its restored steps."""
     script, told = tmp_path / "train.py", tmp_path / "restored"
     script.write_text(SCRIPT)
     environ = os.environ | {
@@ -79,7 +79,7 @@ def test_first_world_restores_the_requested_step_or_the_job_ends(elastic_run):
     assert (done.returncode, restored) == (0, ["4 5"]), done.stderr
 
 
-def test_requested_step_is_restored_again_where_the_first_world_lost_a_rank_before_it_sealed_a_step(elastic_run):
+def test_requested_step_is_restored_again_if_a_rank_dies_before_a_seal(elastic_run):
     done, restored = elastic_run(4)
     assert (done.returncode, restored) == (0, ["-1 0"]), done.stderr
     done, restored = elastic_run(5, "--resume-from", "1", DIES="1")

@@ -1,4 +1,4 @@
-"""A step whose loss is never finite at one rank: all ranks leave it out, one that has just come to the job as well."""
+"""All ranks, even one that has just joined, skip a step whose loss is non-finite at one rank."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def train(say, address, stays):
     def work(world):
         if world.epoch == 1 and not stays:
             os._exit(0)  # this process is replaced
-        for step in world.steps(0 if world.epoch == 0 else BAD, 6):  # where all others stand
+        for step in world.steps(0 if world.epoch == 0 else BAD, 6):  # at the step of the other ranks
             both = torch.ones(1)
             dist.all_reduce(both)
             bad = step == BAD and world.rank == 1

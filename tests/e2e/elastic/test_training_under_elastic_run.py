@@ -1,4 +1,4 @@
-"""``elastic run`` with ranks that train: fewer nodes, then more; everything comes back from memory."""
+"""``elastic run`` with training ranks on fewer nodes, then more, restores everything from memory."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def train(job):
 
 
 def assert_goes_on(job, before, after):
-    """All stopped after one step, and from that one, in memory, all go on."""
+    """Check that all ranks stopped after the same step and resumed from it in memory."""
     done = [
         max(one["step"] for one in job.rank_messages("step", epoch=one["epoch"], rank=one["rank"])) for one in before
     ]

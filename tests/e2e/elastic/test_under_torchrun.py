@@ -1,4 +1,4 @@
-"""Under a launcher that knows nothing of it: stopped by a signal at one rank, a job goes on where it was."""
+"""A job under a plain launcher resumes at the same step after a signal to one rank."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def port():
 
 
 def pids(folder, count):
-    """Of the ranks that are inside step 2."""
+    """Return the processes of the ranks that are inside step 2."""
     return wait_until(lambda: len(found := [int(path.name[4:]) for path in folder.glob("pid-*")]) == count and found)
 
 
@@ -42,7 +42,7 @@ def test_torchrun_succeeds_when_one_rank_is_signaled(agent_dir, tmp_path, zygote
     two = ["--nproc-per-node=2"]
     running = zygote.start(run_torchrun, launched.__file__, two, str(tmp_path), environ={"OMP_NUM_THREADS": "1"})
     os.kill(pids(tmp_path, 2)[1], signal.SIGUSR1)
-    (tmp_path / "go").touch()  # without the signal it would never end
+    (tmp_path / "go").touch()  # without the signal the job would never end
     assert running.wait().status == 0
     ends = {path.name.rpartition("-")[0] for path in tmp_path.glob("stopped-*")}
     assert len(ends) == 1
@@ -67,13 +67,13 @@ def test_polling_loops_stop_at_the_same_step_and_the_next_start_resumes(agent_di
 
 
 def losses(lines):
-    """The loss of each step in the lines that a run of the example printed."""
+    """Return the loss of each step from the output of the example."""
     found = [line.split(" ranks: loss ") for line in lines if line.startswith("step ")]
     return {int(step.split()[1]): float(loss) for step, loss in found}
 
 
 def test_example_runs_unchanged_and_resumes_bitwise(agent_dir, zygote, port):
-    """Two ranks, and then one that resumes, have the losses of one rank alone: every bit of them."""
+    """Two ranks, and then one that resumes, have exactly the losses of one rank alone."""
     two = [one.wait() for one in start_ranks(zygote, 2, port, run_script, str(EXAMPLE), STEPS="6")]
     first = losses(line for one in two for line in one.lines)
     assert [*first] == [*range(6)], two
@@ -86,8 +86,8 @@ def test_example_runs_unchanged_and_resumes_bitwise(agent_dir, zygote, port):
 
 
 @pytest.mark.parametrize("kind", ["fsdp", "ddp", "plain"])
-def test_loop_with_idle_ranks_learns_what_one_rank_learns(agent_dir, zygote, port, kind):
-    """Three ranks share two microbatches: one has none, in every step."""
+def test_loop_with_idle_ranks_trains_like_one_rank(agent_dir, zygote, port, kind):
+    """Three ranks share two microbatches, so one rank is idle in every step."""
     three = [one.wait() for one in start_ranks(zygote, 3, port, train_with_loop, kind, "three")]
     assert {len(one.lines) for one in three} == {1}, three
     alone = zygote.start(train_with_loop, kind, "alone").wait()

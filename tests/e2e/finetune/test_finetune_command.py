@@ -1,4 +1,4 @@
-"""``elastic finetune`` on two nodes, one of which is lost: bring a model and lines, take the model that comes out."""
+"""``elastic finetune`` on two nodes turns a model and lines into a tuned model, despite a lost node."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Llama, Qwen, DeepSeek and GPT-OSS in two ranks of which one breaks, then in one: as if nothing had happened."""
+"""Llama, Qwen, DeepSeek and GPT-OSS train the same on two ranks, one of which fails, and then on one."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ pytest.importorskip("transformers")
 BEFORE, TOTAL = 4, 6
 SCRIPT = ROOT / "tests/support/families_training.py"
 IN_A_PUSH = ("qwen2", "gpt_oss")
-"""Both kinds of parallelism and of faults, all weights and few of them; the others are for the night."""
+"""Both kinds of parallelism and of faults, full and partial tuning; the other families are nightly."""
 
 
 @pytest.fixture
 def place():
-    """In a folder with a short path: there are sockets in it."""
+    """Return a job in a folder with a short path, because sockets limit the length."""
     with tempfile.TemporaryDirectory(prefix="tune-") as folder:
         for family in tiny_models.CONFIGS:
             tiny_models.config_file(Path(folder), family)
@@ -47,7 +47,7 @@ def place():
 
 
 def losses(place, name, family):
-    """As hex, of each step what came last; and in how many ranks that was."""
+    """Return each step's last loss in hexadecimal, and the number of ranks of each step."""
     found, _ = read_step_log(finetune_job(place.folder, name, family, 0).progress_file)
     steps = {one["step"]: one for one in found if "step" in one}
     return {step: one["loss"].hex() for step, one in steps.items()}, [one["ranks"] for _, one in sorted(steps.items())]

@@ -1,4 +1,4 @@
-"""The same worker under AWS's real elastic agent, in both of its modes: the same losses, and the model."""
+"""The finetune worker under AWS's real elastic agent, in both modes, with the same losses and model."""
 
 from __future__ import annotations
 

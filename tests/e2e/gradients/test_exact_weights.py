@@ -1,4 +1,4 @@
-"""Gradients of uneven ranks are those of one process that has all microbatches; averages of averages are not."""
+"""The gradients of uneven ranks equal those of one process; averages of averages do not."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ WAYS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def everything(_: object) -> dict[str, float]:
-    """How far each way is from the gradients of one process, relative to the largest of them."""
-    gc.freeze()  # what the process began with is not this one's to collect
+    """Return each method's distance from the gradients of one process, relative to the largest."""
+    gc.freeze()  # leave the parent's objects to the parent
     worlds = Worlds((RANKS,), (RANKS,))
     share = MicrobatchShare.contiguous(QUOTAS, dist.get_rank())
     expected, expected_loss, norm = reference(torch.float64)
@@ -62,15 +62,15 @@ def one_way(
     expected_loss: float,
     norm: float,
 ) -> weakref.ref[torch.nn.Module]:
-    """The model that it was done with, which nobody needs any more."""
+    """Return a weak reference to the model, which must be collected afterwards."""
     kind, how = WAYS[name]
     model = wrap_model(Model(dtype), kind, worlds, RANKS)
     sums = ExactGradients(model, group=worlds.groups[RANKS], **how)
-    for again in range(2 if dtype is torch.float64 else 1):  # the second starts from what the first left
+    for again in range(2 if dtype is torch.float64 else 1):  # the second step starts with the state of the first
         for microbatch in sums.step(share):
             loss, tokens = loss_sum(model, again, microbatch.id)
             if microbatch.is_empty and not share.own_ids:
-                loss = loss * math.nan  # nobody's business
+                loss = loss * math.nan  # the loss of a rank without microbatches must not count
             microbatch.backward(loss, weight=tokens)
         total = sums.finish(clip=None if again else 1e9)
         if not again:
@@ -93,7 +93,7 @@ def reference(dtype: torch.dtype) -> tuple[list[torch.Tensor | None], float, flo
 
 
 def mean_of_means(share: MicrobatchShare) -> list[torch.Tensor | None]:
-    """What a loop with DDP does that divides each microbatch by its own tokens, and by its own microbatches."""
+    """Return the gradients of a DDP loop that averages the averages of its microbatches."""
     model = Model(torch.float64)
     for id_ in share.own_ids:
         loss, tokens = loss_sum(model, 0, id_)
@@ -107,7 +107,7 @@ def mean_of_means(share: MicrobatchShare) -> list[torch.Tensor | None]:
 
 
 def distance(found: list[torch.Tensor | None], expected: list[torch.Tensor | None]) -> float:
-    """Where nothing is expected zeros will do: FSDP2 reduces them."""
+    """Return the relative distance; zeros match missing gradients, because FSDP2 reduces them."""
     most = max(one.abs().max().item() for one in expected if one is not None)
     differences = [
         (0.0 if mine is None else full_tensor(mine).abs().max().item())
@@ -115,11 +115,11 @@ def distance(found: list[torch.Tensor | None], expected: list[torch.Tensor | Non
         else (full_tensor(mine).double() - theirs).abs().max().item()
         for mine, theirs in zip(found, expected, strict=True)
     ]
-    return torch.tensor(differences, dtype=torch.float64).max().item() / most  # which does not hide a NaN
+    return torch.tensor(differences, dtype=torch.float64).max().item() / most  # torch's ``max`` propagates NaN
 
 
 def refusals(worlds: Worlds, share: MicrobatchShare) -> float:
-    """What cannot be is said on every rank."""
+    """Check that every rank raises for impossible requests."""
     group = worlds.groups[RANKS]
     plain = ExactGradients(Model(), group=group)
     other = MicrobatchShare(share.by_rank, (share.rank + 1) % RANKS)
@@ -172,7 +172,7 @@ def test_single_precision_is_as_close_as_a_single_process(found: dict[str, float
 
 @pytest.mark.parametrize("way", WAYS)
 def test_unneeded_memory_is_freed(found: dict[str, float], way: str) -> None:
-    """A process is in many worlds, and has one model."""
+    """A process is in many worlds but has only one model."""
     assert found[f"{way}, torch.float64, left"] == 0.0
     assert found[f"{way}, torch.float32, left"] == 0.0
 

@@ -1,4 +1,4 @@
-"""The same bits whoever computed them: hex losses, norms, hashes of parameters and optimizer, at every step."""
+"""The fixed tree gives the same bits on any world: losses, norms, parameters and optimizer."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def extent(request: pytest.FixtureRequest) -> Extent:
 @pytest.fixture(scope="module")
 def found(zygote: Zygote, extent: Extent) -> dict[str, Found]:
     by_rank = zygote.run_world(max(extent.sizes), _everything, extent)
-    assert all(one == by_rank[0] for one in by_rank)  # each of them saw the same
+    assert all(one == by_rank[0] for one in by_rank)  # all ranks have the same result
     return by_rank[0]
 
 
@@ -65,11 +65,13 @@ def _everything(_: object, extent: Extent) -> dict[str, Found]:
     reduction.EXCHANGE_WINDOW_BYTES, reduction.MIN_PIECE_BYTES = 300, 4  # this process is forked for this test alone
     mine["plain, small windows"] = Found({3: train("plain", [3] * STEPS, worlds, tree=True)}, [])
     handed = [mine]
-    dist.broadcast_object_list(handed, src=0)  # small worlds have no part for the last ranks
+    dist.broadcast_object_list(handed, src=0)  # small worlds have no shares for the last ranks
     for name, theirs in handed[0].items():
         for size, seen in theirs.by_size.items():
             if dist.get_rank() < size:
-                assert mine[name].by_size[size] == seen, f"rank {dist.get_rank()} of {size} saw something else: {name}"
+                assert mine[name].by_size[size] == seen, (
+                    f"rank {dist.get_rank()} of {size} differs from the others: {name}"
+                )
     return handed[0]
 
 
@@ -79,7 +81,7 @@ def test_every_step_is_the_same_at_any_number_of_ranks(found: dict[str, Found], 
     assert set(by_size) == set(extent.sizes)
     for step in range(STEPS):
         assert len({seen[step] for seen in by_size.values()}) == 1, {size: seen[step] for size, seen in by_size.items()}
-    assert len({seen.parameters for seen in by_size[1]}) == STEPS  # it learns
+    assert len({seen.parameters for seen in by_size[1]}) == STEPS  # the model trains
 
 
 @pytest.mark.parametrize("kind", ["plain", "ddp", "fsdp"])
@@ -101,9 +103,9 @@ def test_result_is_independent_of_wrapper_and_microbatch_assignment(found: dict[
 
 
 def test_plain_all_reduce_depends_on_the_number_of_ranks(found: dict[str, Found]) -> None:
-    """So that the tests above can fail: the same sums, in the order of the ranks."""
+    """Prove that the tests above can fail: summing in rank order gives other bits."""
     by_size = found["all-reduce"].by_size
     assert len({seen[-1].loss for seen in by_size.values()}) > 1
     assert len({seen[-1].parameters for seen in by_size.values()}) > 1
     assert found["all-reduce"].resized[-1].parameters != by_size[1][-1].parameters
-    assert by_size[1][0].loss == found["plain"].by_size[1][0].loss  # before anything was summed in any order
+    assert by_size[1][0].loss == found["plain"].by_size[1][0].loss  # equal before the first sum

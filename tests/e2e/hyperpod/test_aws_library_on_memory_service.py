@@ -1,4 +1,4 @@
-"""AWS's checkpointing library, as it is published, on node agents instead of its own daemon."""
+"""AWS's published checkpointing library on node agents instead of its own daemon."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.support.ranks import RankPool
 pytest.importorskip("amzn_sagemaker_checkpointing")
 
 _THEIR_PORTS = (29500, 29501)
-"""Where the ranks of their file meet."""
+"""The rendezvous ports of the ranks in AWS's test file."""
 _BESIDE_THEIR_FILE = '''
 """Stands where their file looks for a server of its own and for the client's address."""
 
@@ -48,7 +48,7 @@ def patch_membrain_client():
 
 
 def test_data_of_a_lost_node_is_loaded_from_another(ranks: RankPool) -> None:
-    """Both ranks save by way of n1, which dies; namespaces and shards are on n2, also after its agent was killed."""
+    """Both ranks save through n1, which dies; n2 serves everything, even after its agent is killed."""
     with memory_nodes("n1", "n2", memory_service_auth="off") as nodes:
         n1, n2 = nodes["n1"], nodes["n2"]
         ranks.run(2, save_steps, [n1.url, n1.url], "job-1", [10, 20])
@@ -63,12 +63,12 @@ def test_data_of_a_lost_node_is_loaded_from_another(ranks: RankPool) -> None:
 
 
 def test_every_node_serves_every_shard_and_retains_the_same_number(ranks: RankPool) -> None:
-    """Each rank talks to another node, as where the service's name stands for all of them."""
+    """Each rank uses another node, as if the service's name resolved to all of them."""
     with memory_nodes("n1", "n2", memory_service_auth="off", memory_service_copies="1") as nodes:
         n1, n2 = nodes["n1"], nodes["n2"]
         ranks.run(2, save_steps, [n1.url, n2.url], "job-1", [10, 20, 30, 40])
         assert ranks.run(2, load_newest, [n2.url, n1.url], "job-1") == [(40, True)] * 2
-        n1.wait_shards(6)  # of four steps three are kept: a shard of each, and a plan
+        n1.wait_shards(6)  # three of four steps are kept: one shard each, and a plan
         n2.wait_shards(3)
         assert request(n2.address, "DELETE", "/v1/cp/namespaces/job-1").status == 200
         assert request(n1.address, "GET", "/v1/cp/namespaces/job-1").status == 404
@@ -94,7 +94,7 @@ def test_lost_shard_fails_the_load_on_the_aws_server(ranks: RankPool) -> None:
 
 
 def test_job_rejoins_its_namespace_with_fewer_ranks(ranks: RankPool) -> None:
-    """The namespace says five ranks; the plan of two is what says that nothing is missing."""
+    """The namespace has five ranks; the plan of two ranks shows that nothing is missing."""
     with our_server() as address:
         urls = [f"http://{address}"] * 2
         assert request(address, "POST", "/v1/cp/namespaces/job-1?num_ranks=5").status == 200
@@ -104,7 +104,7 @@ def test_job_rejoins_its_namespace_with_fewer_ranks(ranks: RankPool) -> None:
 
 
 def test_aws_live_client_script_passes_with_a_token(capsys: pytest.CaptureFixture[str]) -> None:
-    """An agent asks for a token unless it is told not to; the token is part of the address."""
+    """An agent requires a token, which is part of its address, unless authentication is off."""
     with memory_nodes("n1") as nodes:
         n1 = nodes["n1"]
         token = (n1.directory / "memory-service.token").read_text()
@@ -122,7 +122,7 @@ def test_aws_live_client_script_passes_with_a_token(capsys: pytest.CaptureFixtur
 
 @pytest.mark.nightly
 def test_aws_two_rank_test_passes_unchanged(tmp_path: Path) -> None:
-    """Their file as they publish it; what stands beside it gives it the address of our service, with its token."""
+    """AWS's test file runs unchanged, next to a module that supplies our service's address and token."""
     for port in _THEIR_PORTS:
         with socket.socket() as probe:
             if probe.connect_ex(("127.0.0.1", port)) == 0:

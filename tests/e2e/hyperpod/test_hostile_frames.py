@@ -1,4 +1,4 @@
-"""What is no frame of a rank's on the real agent's socket: what the agent makes of it, and how a job goes on."""
+"""Invalid frames on the real agent's socket, their effect on the agent, and the job's recovery."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ HARMLESS = {
     "half a frame": encode_message("job_fault", rank=0, reason="torn")[:-7],
     "a whole frame and half of one": encode_message("something new") + encode_message("job_fault")[:9],
 }
-"""The agent goes on with everybody else, also while such a connection stays open."""
+"""Frames after which the agent still serves its ranks, even while the connection stays open."""
 
 DEAFENING = {
     "no UTF-8": frame(b"\xff\xfe\x00\x00"),
@@ -61,7 +61,7 @@ DEAFENING = {
         "ckpt_info_update", step=1, path="p", checkpoint_type="model_checkpoint"
     ),
 }
-"""Its only thread that listens ends: nobody is heard any more, and nobody is told."""
+"""Frames that end the agent's only reader thread, so that it silently stops serving its ranks."""
 
 
 def send_frame(path: Path, frame: bytes) -> socket.socket:
@@ -72,7 +72,7 @@ def send_frame(path: Path, frame: bytes) -> socket.socket:
 
 
 def is_answering(path: Path) -> bool:
-    """Whether the agent answers what it answers at once."""
+    """Return whether the agent answers a request that it answers at once."""
     with send_frame(path, encode_message("init") + encode_message("ckpt_info_get")) as sock:
         sock.settimeout(WAITS_S)
         frames = FrameDecoder()
@@ -83,13 +83,13 @@ def is_answering(path: Path) -> bool:
 
 
 def _serve(_say: Callable[[str], object], folder: str, address: str) -> None:
-    """The agent's own socket and what listens there, for two ranks; says when the thread that does has ended."""
+    """Run the agent's own socket server for two ranks, and report the end of its reader thread."""
     pipe = Client(address)
     tempfile.tempdir = folder
     from hyperpod_elastic_agent.ipc import server as ipc
     from hyperpod_elastic_agent.ipc.socket import HyperPodElasticAgentSocketServer as Socket
 
-    Socket._singleton_instance = None  # it was made with the import, in the process that this one was forked from
+    Socket._singleton_instance = None  # the import created it in the parent process
     ipc.BaseIPCSocketServer.socket_server = Socket()
     ended = threading.Event()
     threading.excepthook = lambda _: ended.set()
@@ -157,36 +157,38 @@ def socket_of(agent: int) -> Path:
 
 @pytest.mark.nightly
 def test_job_survives_invalid_frames_and_an_unresponsive_agent(tmp_path: Path, zygote) -> None:
-    """A spare takes a place in the end, and hears of both places that it has by ``/update``."""
+    """A spare replaces a pod, and receives both of its assignments by ``/update``."""
     with operated_job(tmp_path, spares=1, environ={"STORY_DEAF_S": "3"}) as job:
         job.set_limit(2)
         first = job.wait_step(1, 1)
         pods = job.state.members
-        (spare,) = job.wait_until(lambda: job.state.spares, "there is a spare")
-        job.wait_until(lambda: job.last_status(spare).version == job.state.version, "the spare knows its place")
+        (spare,) = job.wait_until(lambda: job.state.spares, "a spare exists")
+        job.wait_until(lambda: job.last_status(spare).version == job.state.version, "the spare has its assignment")
         assert (job.last_status(spare).rank, job.last_status(spare).spare) == (2, True)
         waiting = job.rank_pids(spare)
 
-        # Strangers speak to both agents, and stay connected.
+        # Unknown clients send frames to both agents and stay connected.
         sockets = [socket_of(job.agent_pid(pod)) for pod in pods]
         strangers = [send_frame(path, frame) for path in sockets for frame in HARMLESS.values()]
         job.set_limit(3)
         assert {one.pid for one in job.wait_step(1, 2)} == {one.pid for one in first}
 
-        # A rank is killed in the middle of a frame: those of the other pod go on in their processes.
+        # A rank is killed in the middle of a frame; the other pod's ranks keep their processes.
         job.break_at("tear", rank=2, step=3)
         second = job.wait_step(2, 3)
         assert {one.pid for one in second if one.pod == pods[0]} == {one.pid for one in first if one.pod == pods[0]}
         for stranger in strangers:
             stranger.close()
 
-        # An agent is made deaf. Its ranks train, until there is something to say; then they end with an error.
+        # An agent stops reading. Its ranks train until they must send a message, and then fail.
         with send_frame(sockets[0], DEAFENING["no UTF-8"]):
             job.set_limit(5)
             assert {one.pid for one in job.wait_step(2, 4)} == {one.pid for one in second}
             job.break_at("raise", rank=1, step=5)
-            job.wait_until(lambda: "has not read for 3 s" in job.rank_output(pods[0]), "its ranks have noticed")
-        if job.state.epoch == 2:  # what health monitoring says of a node; the operator's own limits take longer
+            job.wait_until(
+                lambda: "has not read for 3 s" in job.rank_output(pods[0]), "its ranks report the silent agent"
+            )
+        if job.state.epoch == 2:  # the operator's own time limits are longer than those of health monitoring
             job.place.save_overrides(SimOverrides(bad_nodes={job.node_of(pods[0]): "UnschedulablePendingReplacement"}))
         third = job.wait_step(3, 5)
         assert job.state.members == (spare, pods[1])

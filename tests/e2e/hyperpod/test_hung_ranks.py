@@ -1,4 +1,4 @@
-"""Real agents and an operator in both modes: a rank hangs, in each way that a rank can, and nobody helps."""
+"""Real agents and an operator recover by themselves from every kind of hang, in both modes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ NEW_PROCESSES = ()
 def test_operated_job_with_a_hung_rank_resumes_by_itself(
     tmp_path: Path, zygote: Zygote, options: tuple[str, ...], kind: str, rank: int
 ) -> None:
-    """Rank 0 judges the others, and keeps the store at which all meet."""
+    """Rank 0 detects the hangs and hosts the rendezvous store."""
     (tmp_path / f"break-{kind}").write_text(f"{rank} 5")
     with operated_job(tmp_path, environ={"ELASTIC_HANG_TIMEOUT": "8"}, options=options) as job:
         job.set_limit(TOTAL)

@@ -1,4 +1,4 @@
-"""``make demo-hyperpod``: the whole story, and every bit of it equal."""
+"""``make demo-hyperpod`` runs completely and gives the same bits."""
 
 from __future__ import annotations
 

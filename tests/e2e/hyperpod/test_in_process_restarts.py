@@ -1,4 +1,4 @@
-"""Real elastic agents and an unchanged script: faults of every kind, in the same processes as far as they live."""
+"""Faults of every kind under real elastic agents, with an unchanged script in surviving processes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ RANKS = 4
 
 
 class InProcessJob:
-    """A job of two pods with two ranks each, the spare ones beside it, and what its operator does."""
+    """A job of two pods with two ranks each, its spare pods, and its operator."""
 
     def __init__(self, pods: list[AgentPod], folder: Path) -> None:
         self.pods, self.spares, self.folder = pods[:2], pods[2:], folder
@@ -40,7 +40,7 @@ class InProcessJob:
         self.set_limit(step + 1)
 
     def wait_step(self, step: int) -> list[Process]:
-        """All ranks have done this step since the newest start; who they are."""
+        """Wait until all ranks have done this step since the newest start, and return their processes."""
 
         def there() -> list[Process]:
             at = [one for one in processes(self.folder) if one.newest_step == (self.count, step)]
@@ -52,7 +52,7 @@ class InProcessJob:
             raise AssertionError(f"{late}\n" + "\n".join(pod.rank_output()[-3000:] for pod in self.pods)) from None
 
     def wait_fault(self) -> dict[str, Any]:
-        """What the agent says that was the first to be at fault."""
+        """Wait for a fault and return the status of the first agent that reports one."""
         wait_for_states(self.pods, "faulted", any_of=True, timeout_s=PATIENCE_S)
         return next(found for pod in self.pods if (found := pod.status())["status"] == "faulted")
 
@@ -62,7 +62,7 @@ class InProcessJob:
         start_pods(self.pods, fault_count=self.count)
 
     def step_until_stopped(self, step: int) -> dict[str, Any]:
-        """Steps are done one after the other until the ranks have stopped; what the agent of one of them says."""
+        """Run one step after the other until the ranks stop, and return the status of a faulted agent."""
 
         def stops() -> bool:
             return any(pod.status()["status"] == "faulted" for pod in self.pods)
@@ -72,12 +72,12 @@ class InProcessJob:
 
         while not stops():
             self.set_limit(step + 1)
-            wait_until(lambda: stops() or done_by_all(), f"step {step} is done, or left", PATIENCE_S)
+            wait_until(lambda: stops() or done_by_all(), f"step {step} is done, or the ranks stop", PATIENCE_S)
             step += 1
         return self.wait_fault()
 
     def replace_pod(self, number: int, step: int) -> None:
-        """A pod is gone before it has done this step, and a spare takes its place."""
+        """Kill a pod before this step completes, and replace it with a spare."""
         lost = self.pods[number]
         lost.kill()
         self.set_limit(step + 1)
@@ -110,7 +110,7 @@ def pids_of(found: list[Process], pod: str = "") -> set[int]:
 
 
 def raise_in_rank(job: InProcessJob, step: int, first: list[Process]) -> None:
-    """A rank raises: all processes go on."""
+    """Raise in a rank, and check that all processes stay."""
     job.break_at("raise", rank=1, step=step)
     assert "ZeroDivisionError" in job.wait_fault()["message"]
     job.restart()
@@ -118,7 +118,7 @@ def raise_in_rank(job: InProcessJob, step: int, first: list[Process]) -> None:
 
 
 def kill_in_rank(job: InProcessJob, step: int, first: list[Process]) -> list[Process]:
-    """A rank is killed: those of the other pod go on."""
+    """Kill a rank, and check that the processes of the other pod stay."""
     job.break_at("kill", rank=2, step=step)
     assert job.wait_fault()["reason"] == "WorkerCrash"
     job.restart()
@@ -129,14 +129,14 @@ def kill_in_rank(job: InProcessJob, step: int, first: list[Process]) -> list[Pro
 
 
 def run_to_completion(job: InProcessJob) -> list[list[str]]:
-    """What all ranks have said, once the job has ended."""
+    """Wait until the job has completed, and return the lines of all ranks."""
     job.set_limit(TOTAL)
     wait_for_states(job.pods, "completed", timeout_s=PATIENCE_S)
     return [line for one in processes(job.folder) for line in one.lines]
 
 
-def test_ranks_that_raise_or_are_killed_are_survived_by_the_other_processes(agent_dir, tmp_path, zygote):
-    """Every other kind of fault is for the night."""
+def test_other_processes_survive_ranks_that_raise_or_are_killed(agent_dir, tmp_path, zygote):
+    """A short selection; the nightly test has all other kinds of faults."""
     with in_process_job(tmp_path, agent_dir) as job:
         job.set_limit(2)
         first = job.wait_step(1)
@@ -153,14 +153,14 @@ def test_faults_of_all_kinds_under_real_agents(agent_dir, tmp_path, zygote):
         job.set_limit(2)
         first = job.wait_step(1)
 
-        # A rank raises, twice: the operator is told of whom that was.
+        # A rank raises twice, and the operator receives its number.
         raise_in_rank(job, 2, first)
         job.break_at("raise", rank=1, step=3)
         assert job.wait_fault()["rank_labels"] == {"elastic-repeat-offender": "2"}
         job.restart()
         assert pids_of(job.wait_step(3)) == pids_of(first)
 
-        # A rank is asked for a change: all stop at one step, and nobody does one again.
+        # A rank requests a new world: all stop at one step, and no step is repeated.
         os.kill(max(pids_of(first)), signal.SIGUSR1)
         asked = job.step_until_stopped(4)
         assert (asked["reason"], asked["restartMode"]) == ("ElasticWorld", "in_process_restart")
@@ -173,9 +173,9 @@ def test_faults_of_all_kinds_under_real_agents(agent_dir, tmp_path, zygote):
 
         second = kill_in_rank(job, at + 1, first)
 
-        # A rank hangs and no abort wakes it: its agent does not wait for ever, and starts the pod's processes anew.
+        # A rank hangs and no abort wakes it: its agent times out and starts new processes for the pod.
         job.break_at("hang", rank=1, step=at + 2)
-        wait_until(lambda: not (tmp_path / "break-hang").exists(), "it hangs", PATIENCE_S)
+        wait_until(lambda: not (tmp_path / "break-hang").exists(), "the rank hangs", PATIENCE_S)
         hangs = job.pods[0].folder / "hangs"
         hangs.touch()
         job.restart()
@@ -184,7 +184,7 @@ def test_faults_of_all_kinds_under_real_agents(agent_dir, tmp_path, zygote):
         assert not pids_of(third, "pod0") & pids_of(second)
         assert pids_of(third, "pod1") == pids_of(second, "pod1")
 
-        # A pod is lost, and with it the store at which all meet: the spare takes its place, warm.
+        # A pod is lost, and the rendezvous store with it: a warm spare takes its place.
         waiting = job.spares[0].ranks()
         job.replace_pod(0, step=at + 3)
         fourth = job.wait_step(at + 3)

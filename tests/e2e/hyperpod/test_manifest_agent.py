@@ -1,4 +1,4 @@
-"""The agent, started with the DaemonSet's own arguments, does what the cluster's flag says."""
+"""The agent, started with the DaemonSet's arguments, follows the cluster's configuration flag."""
 
 import contextlib
 import json
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.e2e
 
 @pytest.fixture
 def node(agent_dir, tmp_path, monkeypatch):
-    """``node(Mode="Enable")``: the agent's process on a node of such a cluster."""
+    """Return ``node(Mode="Enable")``, which starts the agent on a node of such a cluster."""
     for name in [name for name in os.environ if name.startswith("TIEREDCKPT_")]:
         monkeypatch.delenv(name)
     labels = tmp_path / "labels"
@@ -45,7 +45,7 @@ def wait_serving(process):
     for line in process.stderr:
         if " serves " in line:
             return
-    pytest.fail("the agent ended without having served")
+    pytest.fail("the agent ended before it served")
 
 
 def get_http(agent_dir, path):
@@ -74,7 +74,7 @@ def test_command_line_overrides_the_cluster_config(node, agent_dir):
 
 
 def update_config_map(folder, **flag):
-    """As Kubernetes puts a changed ConfigMap in place: one file after the other, each whole."""
+    """Replace the files of a ConfigMap one after the other, as Kubernetes does."""
     for name, value in flag.items():
         (folder / f".{name}").write_text(f"{value}\n")
         (folder / f".{name}").replace(folder / name)
@@ -89,17 +89,21 @@ def test_running_agent_follows_the_configuration_flag(node, agent_dir, tmp_path)
 
     update_config_map(tmp_path / "cluster", InstanceMemoryAllocationPercentage=2)
     wait_until(
-        lambda: status_value("store")["arena"]["budget_bytes"] == parse_budget("2%"), "the new share is the arena's"
+        lambda: status_value("store")["arena"]["budget_bytes"] == parse_budget("2%"), "the arena has the new share"
     )
     update_config_map(tmp_path / "cluster", InstanceMemoryAllocationPercentage="lots")
-    wait_until(lambda: status_value("cluster")["problem"], "what cannot be read is said")
+    wait_until(lambda: status_value("cluster")["problem"], "the agent reports the unreadable value")
     assert status_value("store")["arena"]["budget_bytes"] == parse_budget("2%")
     update_config_map(tmp_path / "cluster", Mode="Disable", InstanceMemoryAllocationPercentage=2)
-    wait_until(lambda: status_value("cluster")["needs_restart"] == ["enabled"], "what needs a restart is said")
+    wait_until(
+        lambda: status_value("cluster")["needs_restart"] == ["enabled"], "the agent reports that it needs a restart"
+    )
     assert status_value("cluster")["problem"] is None
     update_config_map(tmp_path / "cluster", Mode="Enable", InstanceMemoryAllocationPercentage=4)
-    wait_until(lambda: status_value("cluster")["needs_restart"] == [], "it is as at the start again")
-    wait_until(lambda: status_value("store")["arena"]["budget_bytes"] == parse_budget("4%"), "with another share")
+    wait_until(lambda: status_value("cluster")["needs_restart"] == [], "the agent no longer needs a restart")
+    wait_until(
+        lambda: status_value("store")["arena"]["budget_bytes"] == parse_budget("4%"), "the arena has another share"
+    )
     assert agent_pid(agent_dir) == process.pid
     process.send_signal(signal.SIGTERM)
     assert process.wait(60) == 0

@@ -1,4 +1,4 @@
-"""The benchmark of the memory service runs, and compares what it gets. How fast anything is, is not tested."""
+"""The benchmark of the memory service runs and checks the data, without a check of speed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Nodes of the memory service that are damaged, or away while something is said."""
+"""Nodes of the memory service that are damaged, or that miss requests while they are down."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ SHARD = "/v1/cp/checkpoints/a/0/5"
 
 
 def test_damaged_and_absent_shards_are_distinguished() -> None:
-    """What is damaged is read from the other node; what was deleted meanwhile does not come back with a node."""
+    """A damaged shard is read from the other node; deleted data does not return with an absent node."""
     body = os.urandom(20_000_000)
     with memory_nodes("n1", "n2", memory_service_auth="off") as nodes:
         n1, n2 = nodes["n1"], nodes["n2"]
@@ -25,7 +25,7 @@ def test_damaged_and_absent_shards_are_distinguished() -> None:
             file.write(b"changed")
         answer = request(n1.address, "GET", SHARD)
         assert (answer.status, answer.body, answer.headers["shard-meta"]) == (200, body, "{}")
-        n1.wait_shards(1)  # it was fetched again
+        n1.wait_shards(1)  # n1 fetched the shard again
 
         n2.kill_agent()
         assert request(n1.address, "DELETE", NAMESPACE).status == 200

@@ -1,4 +1,4 @@
-"""``hyperpod-operator-sim`` and real agents: start, faults, another size and back, an operator that is killed."""
+"""``hyperpod-operator-sim`` with real agents: start, faults, resizes, and a killed operator."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _PATIENCE_S = 240.0
 
 
 class Operator:
-    """The command, and what it keeps."""
+    """The simulated operator's command and its stored state."""
 
     def __init__(self, folder: Path, nproc: int) -> None:
         self.folder = folder
@@ -77,10 +77,10 @@ class Operator:
         return self.process.wait(_PATIENCE_S)
 
     def stored_simulation(self) -> StoredSimulation:
-        return wait_until(self.place.load, "something is kept", _PATIENCE_S)
+        return wait_until(self.place.load, "the simulator has stored its state", _PATIENCE_S)
 
     def wait_running(self, size: int, *, after: int = 0) -> StoredSimulation:
-        """Until a world after ``after`` runs with so many agents, and all its ranks have met."""
+        """Wait for a world newer than ``after`` with ``size`` agents, in which all ranks have met."""
 
         def there() -> StoredSimulation | None:
             assert self.process is None or self.process.poll() is None, self.log()
@@ -128,7 +128,7 @@ def test_operator_runs_a_single_machine_job_to_its_end(operator):
     (operator.folder / "crash").touch()
     second = operator.wait_running(2, after=first.epoch).state
     assert second.restarts == 1
-    assert second.members == first.members, "a crash of processes costs no pod"
+    assert second.members == first.members, "a process crash replaces no pod"
     assert second.last_fault.reason == "WorkerCrash"
     assert "The fault of reason WorkerCrash was remediated in" in operator.log()
 
@@ -142,7 +142,7 @@ def test_operator_runs_a_single_machine_job_to_its_end(operator):
         "running"
     ]
 
-    operator.run("--spawn=3")  # goes on with what runs
+    operator.run("--spawn=3")  # continues the running job
     operator.run_json("scale", "max")
     fourth = operator.wait_running(2, after=third.epoch).state
     assert fourth.epoch == third.epoch + 1, "the new operator changed the size and nothing else"
@@ -156,7 +156,7 @@ def test_operator_runs_a_single_machine_job_to_its_end(operator):
 
 
 def test_example_job_runs_to_its_end(operator):
-    """As its first line says, and the page of the operator; its memory is in the test's own folder."""
+    """The example runs as its first line shows, with its memory in the test's folder."""
     words = (ROOT / "examples" / "hyperpod_job.yaml").read_text()
     operator.job.write_text(words.replace("/dev/shm/example-hyperpod", str(operator.folder / "memory")))
     operator.place = SimDirectory("example", operator.folder / "sim")
@@ -175,7 +175,9 @@ def test_operator_adopts_external_agents_and_abandons_a_bad_node(tmp_path):
             assert set(first.members) == {pod.address for pod in pods}
             operator.run_json("fault", first.members[1])
             wait_until(
-                lambda: operator.stored_simulation().state.restarts == 1, "the node's fault is seen", _PATIENCE_S
+                lambda: operator.stored_simulation().state.restarts == 1,
+                "the operator replaces the bad node",
+                _PATIENCE_S,
             )
             assert operator.stored_simulation().state.last_fault is None
             operator.run_json("fault", first.members[1], "--healthy")
@@ -191,7 +193,7 @@ def test_operator_adopts_external_agents_and_abandons_a_bad_node(tmp_path):
 
 
 def test_in_process_ranks_are_assigned_and_restarted(tmp_path):
-    """In-process agents: ranks by /update while they wait for them, and the same processes after a fault."""
+    """In-process ranks get their assignment from /update, and survive a fault."""
     operator = Operator(tmp_path, nproc=1)
     with running_agents(2, [IN_PROCESS, str(tmp_path)], folder=tmp_path / "pods", inprocess=True, ready=False) as pods:
         try:

@@ -1,4 +1,4 @@
-"""Real agents in process-level mode, two pods of two ranks: faults, sizes, progress, and what their signal does."""
+"""Real agents in process-level mode, two pods of two ranks: faults, resizes, progress and signals."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ FAR = 1_000
 
 
 class ProcessLevelRun:
-    """The folder that the ranks and the test share, and the pods."""
+    """The pods, and the folder that the ranks share with the test."""
 
     def __init__(self, folder: Path, pods: list[AgentPod]) -> None:
         self.folder, self.pods = folder, pods
@@ -47,7 +47,7 @@ class ProcessLevelRun:
         return sorted(found, key=lambda one: one["at"])
 
     def wait_step(self, step: int, ranks: int, restarts: int, size: int) -> list[dict[str, Any]]:
-        """Every rank has done and sealed it, in a world of that size after so many faults."""
+        """Wait until ``ranks`` ranks have done and sealed the step, after ``restarts`` faults."""
 
         def there() -> list[dict[str, Any]]:
             found = [
@@ -63,19 +63,19 @@ class ProcessLevelRun:
         return wait_until(there, f"{ranks} ranks have done step {step}", 120)
 
     def progress(self) -> list[int]:
-        """What each agent has been told of."""
+        """Return the progress that each agent reports."""
         found = [pod.status().get("progress") or {} for pod in self.pods]
         return [one[JOB]["progressCount"] if JOB in one else -1 for one in found]
 
     def operator_progress(self) -> dict[str, Any]:
-        """What an operator makes of it: the newest that any pod reports."""
+        """Return the operator's view: the newest progress that any pod reports."""
         step = max(self.progress())
         return {JOB: {"progressData": f"{JOB}/step-{step}", "progressCount": step}}
 
     def stop_gracefully(self, pod: AgentPod, handlers: int) -> None:
-        """The agent is asked, and its ranks have heard."""
+        """Stop the agent gracefully, and wait until its ranks have received the signal."""
         pod.stop(graceful=True, timeout_s=100)
-        wait_until(lambda: len(self.lines("handler")) == handlers, "the ranks have heard the signal", 60)
+        wait_until(lambda: len(self.lines("handler")) == handlers, "the ranks have received the signal", 60)
 
 
 @pytest.fixture(scope="module")
@@ -102,7 +102,7 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProcessLevelRun]:
 
 @pytest.fixture(scope="module")
 def resized_job(job: ProcessLevelRun) -> dict[str, Any]:
-    """A rank is killed, the job becomes smaller and larger again, and ends; what was seen on the way."""
+    """Kill a rank, shrink and grow the job, complete it, and return the observations."""
     seen: dict[str, Any] = {}
     job.write_instruction(ACT, "ours")
     job.write_instruction(LIMIT, 6)
@@ -117,7 +117,7 @@ def resized_job(job: ProcessLevelRun) -> dict[str, Any]:
     os.kill(next(one["pid"] for one in doomed if one["rank"] == 3), signal.SIGKILL)
     wait_for_states(job.pods, "faulted", any_of=True)
     seen["fault"] = job.pods[1].status()
-    given = {JOB: {"progressData": f"{JOB}/step-4", "progressCount": 4}}  # older than what there is
+    given = {JOB: {"progressData": f"{JOB}/step-4", "progressCount": 4}}  # older than the newest step
     for pod in job.pods:
         pod.stop()
     wait_for_states(job.pods, "ready")
@@ -134,7 +134,7 @@ def resized_job(job: ProcessLevelRun) -> dict[str, Any]:
     job.pods[1].stop(graceful=True, timeout_s=100)
     wait_for_states(job.pods[1:], "ready")
     seen["progress of a stop"] = job.progress()
-    seen["printed"] = job.pods[0].rank_output()  # the next start with as many faults begins the files anew
+    seen["printed"] = job.pods[0].rank_output()  # the next start with the same fault count truncates the files
 
     job.write_instruction(LIMIT, 18)
     start_pods(job.pods[:1], fault_count=1, progress=job.operator_progress())
@@ -215,13 +215,13 @@ def test_every_step_is_that_of_an_undisturbed_run(job, resized_job, tmp_path):
         assert (one["loss"], one["sum"]) == undisturbed[one["step"]]
 
 
-# -- loops that ask ---------------------------------------------------------------------------------------------------
+# -- loops that poll for a stop ---------------------------------------------------------------------------------------
 
 
 def stop_one_gracefully(job: ProcessLevelRun, act: str, signalled: Callable[[list[int]], bool]) -> list[dict[str, Any]]:
-    """One agent is asked to stop gracefully, and is ready: how the ranks of both ended, as they say themselves.
+    """Stop one agent gracefully, and return how the ranks of both agents ended.
 
-    ``signalled`` is asked about the children of the asked agent's ranks: ranks wait for that before they end.
+    The ranks do not end before ``signalled`` is true for the children of the stopped agent's ranks.
     """
     job.write_instruction(ACT, act)
     start_pods(job.pods)
@@ -239,13 +239,13 @@ def rank_endings(job: ProcessLevelRun, act: str) -> list[dict[str, Any]]:
 
 
 def is_dead(pid: int) -> bool:
-    """Ended, whether or not its parent has asked how."""
+    """Return whether the process has ended, reaped or not."""
     stat = Path(f"/proc/{pid}/stat")
     return not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "Z"
 
 
 def signalled_ranks(job: ProcessLevelRun, act: str) -> list[str]:
-    """The ranks whose own handler was called."""
+    """Return the ranks whose own signal handler ran."""
     return sorted(path.name[-1] for path in job.folder.glob(f"{act}-heard-?"))
 
 
@@ -258,7 +258,7 @@ def test_polling_loops_stop_at_the_same_step_and_keep_their_children(job):
     assert job.pods[1].status()["status"] == "running"
     job.pods[1].stop(graceful=True, timeout_s=100)
     wait_for_states(job.pods, "ready")
-    assert signalled_ranks(job, "asking") == ["0", "1", "2", "3"]  # its ranks were all there to be asked
+    assert signalled_ranks(job, "asking") == ["0", "1", "2", "3"]  # all its ranks were alive to receive the signal
 
 
 def test_shipped_wrapper_reports_an_unrequested_stop_as_completed(job):

@@ -1,4 +1,4 @@
-"""Real agents, real ranks and an operator: from the same processes to new ones, to new pods, and to an end."""
+"""Real agents, real ranks and an operator escalate from process restarts to new pods to failure."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ IN_PROCESS, PROCESS, JOB = "in_process_restart", "process_level_restart", "job_l
 
 @pytest.mark.nightly
 def test_exhausted_restart_budgets_escalate_until_the_job_fails(tmp_path: Path, zygote: Zygote) -> None:
-    """One start may be gone through in a process, and two restarts of the job with pods that stay; none with others."""
+    """A process survives one restart and the pods survive two; then the job fails, without new pods."""
     limits = {"numRestartBeforeFullJobRestart": 2, "maxFullJobRestarts": 0}
     with operated_job(tmp_path, limits=limits, environ={"STORY_BUDGET": "1"}) as job:
         restart_in_new_processes(job)
@@ -33,15 +33,15 @@ def test_exhausted_restart_budgets_escalate_until_the_job_fails(tmp_path: Path, 
 
 @pytest.mark.nightly
 def test_new_pods_resume_the_job_and_may_be_requested_by_a_rank(tmp_path: Path, zygote: Zygote) -> None:
-    """And the whole job may be started anew once."""
+    """As above, but the job may restart once in new pods."""
     limits = {"numRestartBeforeFullJobRestart": 2, "maxFullJobRestarts": 1}
     with operated_job(tmp_path, limits=limits, environ={"STORY_BUDGET": "1"}) as job:
         pods = {one.pod for one in restart_in_new_processes(job)}
-        job.break_at("raise", rank=3, step=4)  # the processes would go on; the operator has had enough of these pods
+        job.break_at("raise", rank=3, step=4)  # the processes would continue, but the pods have no restarts left
         fourth = job.wait_step(4, 4)
         assert not {one.pod for one in fourth} & pods
         assert all(one.steps == [4] for one in fourth)
-        job.break_at("nan", rank=1, step=5)  # at every attempt: the second asks for a restart of the job
+        job.break_at("nan", rank=1, step=5)  # at every attempt; the second requests a restart of the job
         wait_given_up(job)
         assert job.restart_modes() == [IN_PROCESS, PROCESS, JOB, IN_PROCESS]
         said = job.process_lines()
@@ -51,7 +51,7 @@ def test_new_pods_resume_the_job_and_may_be_requested_by_a_rank(tmp_path: Path, 
 
 
 def restart_in_new_processes(job: OperatedJob) -> list[Process]:
-    """A fault that the processes live through, and one after which they ask for others in their pods."""
+    """Cause two faults: the processes survive the first and are replaced in their pods after the second."""
     job.set_limit(2)
     first = job.wait_step(1, 1)
     pods = job.state.members
@@ -62,14 +62,15 @@ def restart_in_new_processes(job: OperatedJob) -> list[Process]:
     third = job.wait_step(3, 3)
     assert not {one.pid for one in third} & {one.pid for one in second}
     assert job.state.members == pods
-    assert all(one.steps == [3] for one in third), "new processes go on where the old ones were"
+    assert all(one.steps == [3] for one in third), "the new processes resume at the step of the old ones"
     return third
 
 
 def wait_given_up(job: OperatedJob) -> None:
     job.wait_until(lambda: job.state.phase.is_final, "the job has ended")
     job.wait_until(
-        lambda: all(job.count_requests(pod, "/shutdown") for pod in job.state.members), "all agents are told to end"
+        lambda: all(job.count_requests(pod, "/shutdown") for pod in job.state.members),
+        "all agents receive a shutdown request",
     )
 
 
@@ -80,6 +81,6 @@ def assert_given_up(job: OperatedJob, full: int) -> None:
     first = {
         "WorkerFault",
         "ElasticWorld",
-    }  # of whose agent is seen first: the rank's at fault, or one that heard of it
+    }  # either the faulty rank's agent or a notified one reports first
     ends = {f"the job failed after {why}: more than {full} restarts of the whole job within 3600 s" for why in first}
     assert failed.message.removesuffix(" (maxFullJobRestarts)") in ends

@@ -1,4 +1,4 @@
-"""A rank dies between two saves: with replicas nothing is lost, and no bit is different."""
+"""A rank dies between two saves; with replicas no step is lost, and no bit differs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def store():
 
 @contextlib.contextmanager
 def started(zygote, store, size, kind, optimizer, at, environs):
-    """The ranks of a job, and those that wait to take the place of one that is lost."""
+    """Start the ranks of a job and the spares that replace lost ranks."""
     with socket_bridge(size, f"127.0.0.1:{store.port}") as bridge:
         plane = bridge.plane
         seats = [*plane.planes, *(plane.add_rank() for _ in environs[size:])]
@@ -39,7 +39,7 @@ def started(zygote, store, size, kind, optimizer, at, environs):
 
         try:
             for number, (seat, environ) in enumerate(zip(seats, environs, strict=True)):
-                if number == size:  # else one that is to wait could be the first to be there, and be given a place
+                if number == size:  # otherwise a spare could be first and receive a rank
                     for one in running:
                         one.wait_lines(1)
                 start(seat, **environ)
@@ -50,7 +50,7 @@ def started(zygote, store, size, kind, optimizer, at, environs):
 
 
 def trained(zygote, store, size, kind, optimizer, at, environs=None):
-    """What the ranks of a job said that came to its end, one spare for each that dies."""
+    """Train to the end with one spare for each rank that dies, and return the ended processes."""
     environs = environs or [{}] * (size + 1)
     with started(zygote, store, size, kind, optimizer, at, environs) as (plane, running, _):
         ends = [one.wait() for one in running]
@@ -69,7 +69,7 @@ def assert_same_bits(ends, expected):
 
 
 def worlds(ends, epoch):
-    """What every rank of a world said when it had restored: step, mode, lost, and what the world says."""
+    """Return the restore report that all ranks of a world agree on: step, mode, lost, and world."""
     found = [line.split()[2:] for end in ends for line in end.lines if line.startswith(f"world {epoch} ")]
     assert len({tuple(one) for one in found}) == 1
     return found[0]
@@ -92,10 +92,10 @@ def test_replacement_rank_hydrates_from_survivors(zygote, agent_dir, store, size
 
 
 def test_second_death_during_hydration_is_survived(zygote, agent_dir, store):
-    """What survivors have stays with them until a world has it."""
+    """The survivors keep their state until a world has restored it."""
     environs = [{}, {}, crash_environ("live.chosen")]
     with started(zygote, store, 2, "ddp", "adamw", "8 forward", environs) as (plane, running, start):
-        wait_until(lambda: sum(one.has_ended for one in running) == 2, "a rank has died, and the one in its place")
+        wait_until(lambda: sum(one.has_ended for one in running) == 2, "a rank and its replacement have died")
         start(plane.add_rank())
         ends = [one.wait() for one in running]
         assert plane.succeeded
@@ -106,7 +106,7 @@ def test_second_death_during_hydration_is_survived(zygote, agent_dir, store):
 
 
 def test_ranks_hydrate_after_successive_faults(zygote, agent_dir, store):
-    """The second one finds what the first one left, and the steps after it."""
+    """The second recovery resumes from the first recovery's state and the steps after it."""
     ends = trained(zygote, store, 2, "ddp", "sgd", "3 forward;7 optimizer", [{}] * 4)
     assert worlds(ends, 1) == ["2", "live", "0", "live"]
     assert worlds(ends, 2) == ["7", "live", "0", "live"]
@@ -116,8 +116,8 @@ def test_ranks_hydrate_after_successive_faults(zygote, agent_dir, store):
 @pytest.mark.parametrize(
     ("at", "crash", "step"),
     [
-        ("8 forward 1,2", "", 7),  # step 5 was whole, and is lost
-        ("", "seal.asked", 0),  # in the first save of all: no step was ever whole
+        ("8 forward 1,2", "", 7),  # step 5 was complete, and is lost
+        ("", "seal.asked", 0),  # during the very first save: no step was ever complete
     ],
 )
 def test_last_replica_continues_after_two_of_three_nodes_are_lost(zygote, ranks, store, at, crash, step):

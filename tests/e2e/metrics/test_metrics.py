@@ -1,4 +1,4 @@
-"""What the agent says about itself, against what really happened."""
+"""The agent's metrics and status, compared with actual events."""
 
 import contextlib
 import json
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 
 class Agent:
-    """A running agent's HTTP side."""
+    """The HTTP client of a running agent."""
 
     def __init__(self, directory):
         self.directory = directory
@@ -47,7 +47,7 @@ class Agent:
         return json.loads(self.get("/status"))
 
     def metrics(self):
-        """Value by name, or by (name, label values...) where there are labels."""
+        """Return the values by name, or by ``(name, *label values)`` for metrics with labels."""
         found = {}
         for family in text_string_to_metric_families(self.get("/metrics")):
             assert family.documentation
@@ -241,7 +241,7 @@ def test_hanging_clients_do_not_block_others(agent_dir, agent):
             sock = open_sockets.enter_context(agent.connect())
             sock.sendall(b"GET /metrics HT")
         assert "arena_slots" in agent.get("/metrics")
-    stop_agent(agent_dir)  # in order, although they still hang
+    stop_agent(agent_dir)  # a graceful stop, although clients still hang
 
 
 def test_http_endpoint_can_be_disabled_or_moved(agent_dir, agent, monkeypatch):
@@ -273,7 +273,7 @@ def test_protected_step_is_the_same_in_metrics_and_status(agent_dir, agent, tmp_
         }
         store = ckpt.session.agent.store
         pins = []
-        while ckpt.save(state_at(9), 9).ok and len(pins) < 9:  # until every slot is being read
+        while ckpt.save(state_at(9), 9).ok and len(pins) < 9:  # until readers hold every slot
             ckpt.wait()
             pins += [store.pin(fact.key).id for fact in store.list_shards("kept")]
         wait_until(lambda: agent.status()["protected"]["kept"]["missed_saves"] == 1, "the skipped save is counted")
@@ -284,7 +284,9 @@ def test_protected_step_is_the_same_in_metrics_and_status(agent_dir, agent, tmp_
         for pin in pins:
             store.unpin(pin)
         ckpt.save(state_at(10), 10).wait("durable")
-        wait_until(lambda: agent.status()["protected"]["kept"]["unprotected_since"] is None, "it is protected again")
+        wait_until(
+            lambda: agent.status()["protected"]["kept"]["unprotected_since"] is None, "the job is protected again"
+        )
         assert agent.metrics()["protected_step", "kept"] == 10
 
 
@@ -302,7 +304,7 @@ def test_event_log_and_goodput_match_the_protection_of_the_agent(agent_dir, agen
             ckpt.save(state_at(step), step).wait()
         store = ckpt.session.agent.store
         pins = []
-        while ckpt.save(state_at(9), 9).ok and len(pins) < 9:  # until every slot is being read
+        while ckpt.save(state_at(9), 9).ok and len(pins) < 9:  # until readers hold every slot
             ckpt.wait()
             pins += [store.pin(fact.key).id for fact in store.list_shards("kept")]
         wait_until(lambda: agent.status()["protected"]["kept"]["missed_saves"] == 1, "the skipped save is counted")
@@ -324,7 +326,7 @@ def test_event_log_and_goodput_match_the_protection_of_the_agent(agent_dir, agen
 
 
 def listening(pid):
-    """The TCP ports on which a process waits for somebody."""
+    """Return the TCP ports on which a process listens."""
     inodes = set()
     for fd in Path(f"/proc/{pid}/fd").iterdir():
         with contextlib.suppress(OSError):
@@ -335,7 +337,7 @@ def listening(pid):
     return [line[1] for line in lines if line[3] == "0A" and f"socket:[{line[9]}]" in inodes]
 
 
-def test_numbers_are_on_a_socket_of_this_user_unless_an_address_is_configured(agent_dir, agent, monkeypatch):
+def test_metrics_are_on_a_user_socket_unless_an_address_is_configured(agent_dir, agent, monkeypatch):
     with Checkpointer("tiered://loop", on_sigterm="ignore") as ckpt:
         ckpt.save({"w": torch.ones(10)}, 0).wait()
     assert agent.status()["store"]["jobs"][0]["job"] == "loop"

@@ -1,4 +1,4 @@
-"""An agent that is started again at once, with nothing of what it kept: nobody has missed it, and it has lost all."""
+"""An agent restarts at once with an empty memory, before its peers consider it dead."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NAMES = ("n1", "n2", "n3", "n4")
 
 def test_data_lost_by_a_restarted_agent_is_rebuilt_from_parity():
     parity = ReplicationSettings(mode="parity", parity_group_size=3)
-    with agent_job(*NAMES, settings=parity, quick=False) as job:  # who is away for 8 s is dead, and not before
+    with agent_job(*NAMES, settings=parity, quick=False) as job:  # without ``quick``, a node is dead only after 8 s
         keys = job.save(1, parts=4)
         job.wait_replicated(1)
         assert [job.holders(of) for of in keys] == [(name,) for name in NAMES]
@@ -24,7 +24,7 @@ def test_data_lost_by_a_restarted_agent_is_rebuilt_from_parity():
         job["n2"].start()
         job.join_all()
         for of in keys:
-            wait_until(lambda of=of: job.holders(of), f"{of} is there again", timeout_s=60)
+            wait_until(lambda of=of: job.holders(of), f"{of} is rebuilt", timeout_s=60)
             data, pulled = job.read(of, job.holders(of))
             assert data == shard_content(of, SIZE)
             assert pulled.failed == {}

@@ -1,4 +1,4 @@
-"""Agents that nobody calls: one that dies or hangs is replaced while its ranks train, one that was ended is not."""
+"""A rank restarts a node's agent that dies or hangs, but not one that was stopped."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ def watch_threads():
 
 
 def holds_parts(agent, job, node, step):
-    """Whether a node is there, and has parts of a step, as another node sees it."""
+    """Return whether another node sees this node alive with parts of a step."""
     seen = {one.node.id: one for one in agent.cluster_status(job).nodes}
     return seen[node].state == "alive" and step in {fact.key.version for fact in seen[node].shards}
 
 
 def end_other_agent(job, end):
-    """The second rank's agent ends, and no process of its node calls it; the first one's sees what it keeps."""
+    """Kill or stop the agent of rank 1, which no process calls, and observe it from rank 0."""
     with Checkpointer(job, on_sigterm="ignore") as ckpt:
         ckpt.restore(zeros_like_state(sharded(0)))
         ckpt.save(sharded(5), 5).wait(copies=2, timeout_s=60)
@@ -47,15 +47,16 @@ def end_other_agent(job, end):
         if dist.get_rank() == 1:
             os.kill(pid, end)
             wait_until(
-                lambda: agent_pid(agent_directory()) not in (None, pid), "there is another one, and nobody called it"
+                lambda: agent_pid(agent_directory()) not in (None, pid),
+                "another agent runs, although no process called it",
             )
         dist.barrier()
         if dist.get_rank() == 0:
-            wait_until(lambda: holds_parts(node, known, "n2", 5), "its copies count again")
+            wait_until(lambda: holds_parts(node, known, "n2", 5), "the agent's replicas count again")
         dist.barrier()
         ckpt.save(sharded(6), 6).wait(copies=2, timeout_s=60)
         assert len(watch_threads()) == 1
-    assert watch_threads() == [], "nothing of it is left once the checkpointer is closed"
+    assert watch_threads() == [], "a closed checkpointer leaves no watch thread"
 
 
 @pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGSTOP], ids=["it dies", "it hangs"])
@@ -81,17 +82,17 @@ def end_own_agent(job):
     with Checkpointer(job, on_sigterm="ignore") as ckpt:
         ckpt.restore(zeros_like_state(sharded(0)))
         ckpt.save(sharded(5), 5).wait(timeout_s=60)
-        ckpt.session.slots.wait_until_prepared()  # which needs one, too
+        ckpt.session.slots.wait_until_prepared()  # which also needs an agent
         ckpt.session.add_metrics(saves=0)
         stop_agent(agent_directory(), signal.SIGTERM)
-        ckpt.session.add_metrics(saves=1)  # by a thread that was a moment slower
-        wait_until(lambda: len(noticed.said) > 1 or agent_pid(agent_directory()), "it is missed, and looked for again")
+        ckpt.session.add_metrics(saves=1)  # like a thread that finishes a moment later
+        wait_until(lambda: len(noticed.said) > 1 or agent_pid(agent_directory()), "the rank notices the missing agent")
         assert agent_pid(agent_directory()) is None
         assert not (agent_directory() / "agent.sock").exists()
-        ckpt.save(sharded(6), 6).wait(timeout_s=60)  # who needs one has it started
+        ckpt.save(sharded(6), 6).wait(timeout_s=60)  # a save that needs an agent starts one
         pid = agent_pid(agent_directory())
         os.kill(pid, signal.SIGKILL)
-        wait_until(lambda: agent_pid(agent_directory()) not in (None, pid), "and that one is looked after")
+        wait_until(lambda: agent_pid(agent_directory()) not in (None, pid), "the rank replaces the killed agent")
 
 
 def test_stopped_agent_is_not_restarted_until_needed(ranks):
@@ -113,11 +114,11 @@ def leave_watch_to_other(job):
         dist.barrier()
         if leaving == 0 and dist.get_rank() == 1:
             os.kill(pid, signal.SIGKILL)
-            wait_until(lambda: agent_pid(agent_directory()) not in (None, pid), "the rank that is left has taken over")
+            wait_until(lambda: agent_pid(agent_directory()) not in (None, pid), "the remaining rank replaces the agent")
         dist.barrier()
 
 
-def test_single_process_of_a_node_watches_the_agent_and_the_next_takes_over(ranks):
+def test_one_process_per_node_watches_the_agent_and_is_replaced(ranks):
     with make_cluster(ranks, "n1") as cluster:
         cluster.run(["n1", "n1"], leave_watch_to_other)
 

@@ -1,4 +1,4 @@
-"""One rank cannot reach its node's agent: no rank waits for it in the store, and all of them quote what it says."""
+"""If one rank cannot reach its node's agent, no rank blocks in the store and all report the reason."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ pytestmark = pytest.mark.e2e
 
 
 def nobody(*_):
-    raise AgentUnreachableError("nobody answers")
+    raise AgentUnreachableError("the agent does not answer")
 
 
 def refused(job, how):
-    """What a restore says, and that the next one in the same world is not told the same again."""
+    """Return the error of a restore, and the result of the next one in the same world."""
     unreachable = contextlib.ExitStack()
     with unreachable, mock.patch.object(agent_discovery, "_TIMEOUT_S", 5.0 - 30.0):
         if dist.get_rank() == 1:
@@ -42,6 +42,6 @@ def refused(job, how):
 def test_all_ranks_report_the_reason_of_the_failing_rank(cluster, how):
     told = cluster.run(["n1", "n2", "n3"], refused, how)
     assert [restored for _, restored in told] == [-1] * 3
-    assert all("nobody answers" in why for why, _ in told)
+    assert all("the agent does not answer" in why for why, _ in told)
     assert all("rank 1: " in told[rank][0] for rank in (0, 2))
     assert all("rank 0" not in why and "rank 2" not in why for why, _ in told)

@@ -1,4 +1,4 @@
-"""SIGKILL of an agent wherever it deals with others: what was settled is there afterwards, and is copied again."""
+"""After SIGKILL of an agent at any point of replication, committed shards remain and get new replicas."""
 
 from concurrent.futures import ThreadPoolExecutor
 
@@ -23,7 +23,7 @@ SAVING = {
     "replica.committed": 1,
     "peer.replicated": 1,
 }
-"""Each point that is passed while a version gets its copies, and how often before the kill."""
+"""Each point of a replication, and the number of the pass that kills the agent."""
 LOST = ("peer.sending", "peer.receiving", "peer.replicated")
 OTHERS = ("peer.repairing", "peer.reading")
 NAMES = ("n1", "n2", "n3")
@@ -36,7 +36,7 @@ def test_every_crash_point_between_agents_has_a_case():
 
 @pytest.fixture
 def job():
-    """Three agents that have settled version 1."""
+    """Start three agents that have replicated version 1."""
     with agent_job(*NAMES) as made:
         made.save(1)
         made.wait_replicated(1)
@@ -44,21 +44,21 @@ def job():
 
 
 def start_with_crash_point(job, name, point, count=1):
-    """The agent begins again with its arena, and with an appointment."""
+    """Restart the agent with its arena and a crash point."""
     job[name].kill_agent()
     job[name].start(crash_at=f"{point}:{count}")
 
 
 def kill_while_saving(job, point):
-    """n1 passes every point: it sends, it receives, and it is the one that counts."""
+    """Save version 2 and kill n1, which sends, receives and leads, at this point."""
     start_with_crash_point(job, "n1", point, SAVING[point])
-    wait_until(lambda: job.alive_nodes("n2") == job.alive_nodes("n3") == set(NAMES), "all see each other")
+    wait_until(lambda: job.alive_nodes("n2") == job.alive_nodes("n3") == set(NAMES), "all nodes see each other")
     job.save(2)
     job["n1"].wait_agent_ended()
 
 
 def expect_newest(job, names):
-    """All of what these know to be settled has its copies. What gives way to the next version is not asked for."""
+    """Check that the newest committed version of these nodes is fully replicated."""
 
     def newest():
         return max(job.newest_replicated(name) for name in names)
@@ -67,7 +67,7 @@ def expect_newest(job, names):
         version = newest()
         return version if all(len(job.holders(of)) >= 2 for of in job.shard_keys(version)) else 0
 
-    version = wait_until(protected, "what is settled has its copies")
+    version = wait_until(protected, "the newest committed version is fully replicated")
     try:
         expect_all(job, job.shard_keys(version))
     except (AssertionError, PeerStoreError, StopIteration):
@@ -102,7 +102,7 @@ def test_agent_restarted_with_its_arena_keeps_its_shards(job, point):
 def test_job_survives_a_permanently_lost_agent(job, point):
     kill_while_saving(job, point)
     job.lose_node("n1")
-    wait_until(lambda: job.alive_nodes("n2") == {"n2", "n3"}, "its death is known")
+    wait_until(lambda: job.alive_nodes("n2") == {"n2", "n3"}, "n2 considers n1 dead")
     expect_newest(job, ("n2", "n3"))
 
 
@@ -112,17 +112,17 @@ def test_all_agents_restart_within_a_world_and_reconnect(job):
     for name in NAMES:
         job[name].start()
     for name in NAMES:
-        wait_until(lambda name=name: job.alive_nodes(name) == {*NAMES}, f"{name} sees all others")
+        wait_until(lambda name=name: job.alive_nodes(name) == {*NAMES}, f"{name} sees all other nodes")
     job.save(2)
     job.wait_replicated(2)
     job.assert_copies(job.shard_keys(2))
 
 
 def test_agent_killed_while_replicating_for_a_lost_node():
-    """n3 is lost, and the node that has the other copy of its shard dies while it sends that to the last one."""
+    """n3 is lost, and the holder of its replica dies while it sends that to the last node."""
     partners = place_replicas([PeerNode(validate_node_id(name), "") for name in NAMES], copies=2).partners
     (heir,) = partners[validate_node_id("n3")]
-    first_again = 1 + SIZE // MIB + 1  # it has sent all chunks of its own shard before
+    first_again = 1 + SIZE // MIB + 1  # after all chunks of its own shard
     with agent_job(*NAMES, crash_at={heir: f"peer.sending:{first_again}"}) as job:
         job.save(1)
         job.wait_replicated(1)
@@ -137,7 +137,7 @@ def test_agent_killed_while_repairing_a_copy(job):
     mine = job.shard_keys(1)[0]
     (other,) = set(job.holders(mine)) - {"n1"}
     start_with_crash_point(job, other, "peer.repairing")
-    wait_until(lambda: other in job.holders(mine), "its copy is adopted")
+    wait_until(lambda: other in job.holders(mine), "the restarted agent adopts its copy")
     flip_byte(job.slot_path(other, mine), SIZE // 2)
     with job[other].agent() as agent:
         assert agent.store.verify(mine) != ()
@@ -152,9 +152,9 @@ def test_reader_continues_from_the_other_copy_when_an_agent_is_killed(job):
     job.wait_replicated(2)
     (other,) = set(job.holders(large)) - {"n1"}
     start_with_crash_point(job, other, "peer.reading", 4)
-    wait_until(lambda: other in job.holders(large), "its copy is adopted")
+    wait_until(lambda: other in job.holders(large), "the restarted agent adopts its copy")
     with job.prepared_read(large, [other, "n1"]) as read:
-        job["n1"].suspend_agent()  # until the other one is dead, nothing comes from here
+        job["n1"].suspend_agent()  # n1 sends nothing until the other agent is dead
         with ThreadPoolExecutor(1) as aside:
             reading = aside.submit(read)
             job[other].wait_agent_ended()

@@ -1,4 +1,4 @@
-"""Agents that begin again where they cannot have their old port, and agents that hang: told and replaced by ranks."""
+"""Agents restarted on another port, and hung agents that the ranks detect and replace."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_an_agent_that_hangs_is_replaced_and_costs_a_save_at_most(ranks):
 
 
 def wait_for_a_stopped_agent(job, url):
-    """What each wait of the public surface says while the agent is stopped, and after how long."""
+    """Return the outcome and duration of each public wait while the agent is stopped."""
     from tieredckpt.session.session import open_session
 
     with Checkpointer(job, durable=url, durable_every=5, on_sigterm="ignore") as ckpt:
@@ -80,7 +80,7 @@ def wait_for_a_stopped_agent(job, url):
         view = node.list_steps(job).views[-1]
         key = ckpt._queue.last_sealed
         pid = agent_pid(Path(os.environ["TIEREDCKPT_AGENT_DIRECTORY"]))
-        ckpt.session.stop_watching_agent()  # else there would soon be another one
+        ckpt.session.stop_watching_agent()  # otherwise this rank would start another agent
         dist.barrier()
         stop_process(pid)
         said = {}
@@ -137,9 +137,9 @@ def test_every_wait_on_a_stopped_agent_times_out_with_a_reason(ranks, tmp_path, 
 
 def check_that_every_wait_said_why(pid, said):
     late = {name: seconds for name, (seconds, _) in said.items() if seconds > 2.0 + 1.0 + 2.0}
-    assert late == {}, said  # a second for the way there and back, and two that a busy machine may take
+    assert late == {}, said  # one second for the round trip, and two for a busy machine
     found = {name: text for name, (_, text) in said.items()}
-    assert found.pop("known") == repr(SaveState.DURABLE), "nobody has to be asked for that"
+    assert found.pop("known") == repr(SaveState.DURABLE), "the answer needs no agent"
     assert found.pop("all durable") == "False"
     silent = r"the agent \(process (\d+)\) [\w' ]+: nothing was heard of it for \d\.\d s\. It hangs, .*"
     before = {
@@ -149,4 +149,4 @@ def check_that_every_wait_said_why(pid, said):
     said_by = {name: re.fullmatch(before.get(name, "(?:.*: )?") + silent, text) for name, text in found.items()}
     assert [name for name, match in said_by.items() if match is None] == [], found
     asked = {name: int(match[1]) for name, match in said_by.items() if match is not None and name != "restore"}
-    assert set(asked.values()) == {pid}, "what one rank cannot restore, all ranks say of it"
+    assert set(asked.values()) == {pid}, "every rank names its own stopped agent"

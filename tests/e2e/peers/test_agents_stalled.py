@@ -1,4 +1,4 @@
-"""An agent that is there and answers nobody: the others say what is missing, find somebody else, and take it back."""
+"""Peers of a stalled agent report the missing data, use other nodes, and accept the agent again."""
 
 import contextlib
 from concurrent.futures import ThreadPoolExecutor
@@ -44,7 +44,7 @@ def test_frozen_partner_is_reported_missing_replaced_and_readmitted(names):
             assert now.copies == 1 + others
             assert metric(job["n1"], "shards_unplaceable") == [1.0 - others]
         job[partner].resume_agent()
-        wait_until(lambda: job.alive_nodes("n1") == set(names), "it is back")
+        wait_until(lambda: job.alive_nodes("n1") == set(names), "n1 sees all nodes again")
         (newer,) = job.save(2, "n1", parts=1)
         job.wait_replicated(2)
         job.assert_copies([newer])
@@ -66,7 +66,7 @@ def test_trickling_source_costs_only_its_share(size):
         with job.prepared_read(large, ["n2", "n1"]) as read:
             read.peers["n2"].close()
             read.peers["n2"] = PeerClient(TcpTransport(), f"127.0.0.1:{line.port}", read.peers["n1"]._credentials)
-            data, pulled = reads.submit(read).result(240)  # at its pace it would take days
+            data, pulled = reads.submit(read).result(240)  # from the slow source alone it would take days
         assert data == shard_content(large, size)
         assert pulled.failed == {}
         assert pulled.bytes_from["n1"] > 0.75 * size

@@ -1,4 +1,4 @@
-"""What the command line says while a node does not answer: nothing that it may hold is lost, torn or absent."""
+"""The command line reports no step of an unresponsive node as lost, incomplete or absent."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.e2e
 
 @pytest.fixture
 def halves(cluster, monkeypatch):
-    """A step of which each of two nodes has one half; this process is on the first."""
+    """Put one half of a step on each of two nodes, and use the first node's agent."""
     cluster.run(["n1", "n2"], save, [7], 1, environ=ONCE)
     for name, value in cluster["n1"].environ.items():
         monkeypatch.setenv(name, value)
@@ -61,7 +61,7 @@ def test_silent_node_is_neither_lost_nor_incomplete(halves, said, capsys):
     assert "was whole once" not in error
 
     halves["n2"].resume_agent()
-    wait_until(lambda: said("ls", job)[0] == 0, "it answers again")
+    wait_until(lambda: said("ls", job)[0] == 0, "n2 answers again")
     assert [step["state"] for step in said("ls", job)[1]["steps"]] == ["whole"]
 
 

@@ -1,4 +1,7 @@
-"""Ranks on several nodes hear what is whole, and what is torn, from their agents: with copies, without, and apart."""
+"""Agents report complete and incomplete steps to ranks on several nodes.
+
+The nodes have replicas, no replicas, or no discovery.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,7 @@ WAYS = {
 
 
 def saves(job, left_out):
-    """Return which steps this rank sealed, which parts its node still has, and what a restart finds."""
+    """Return this rank's save outcomes, its node's parts, the committed step and the restored state."""
     mine, stage = left_out.get(dist.get_rank(), ()), SlotPool.lease
 
     def busy(slots, key, *args, **more):
@@ -49,23 +52,23 @@ def saves(job, left_out):
         SlotPool.lease = stage
     other = {"w": torch.zeros(1000)}
     with Checkpointer(job, on_sigterm="ignore") as ckpt:
-        alone = ckpt.settings.peer.discovery == "off"  # one node's memory has no whole step then
+        alone = ckpt.settings.peer.discovery == "off"  # a single node's memory has no complete step then
         found = STEPS - 1 if alone else ckpt.restore(other)
         store = ckpt.session.agent.store
         here = sorted({(fact.key.part, fact.key.version) for fact in store.list_shards(ckpt.session.job)})
         whole = store.newest_committed(ckpt.session.job)
-        dist.barrier()  # where nothing was asked of the others one may be gone before another one has its group
+        dist.barrier()  # a rank that has requested nothing may exit before another one has its group
     return ends, here, whole.version, (found, found if alone else other["w"][0].item())
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_older_steps_are_evicted_once_a_step_is_complete_on_all_nodes(ranks, way):
-    """No node has all parts, and none has room for more than three steps: each save needs a step that is whole."""
+    """No node has all parts or room for more than three steps, so every save needs a complete step."""
     with make_cluster(ranks, "n1", "n2") as cluster:
         for ends, here, whole, found in cluster.run(["n1", "n2"], saves, {}, environ=WAYS[way]):
             assert ends == [SaveState.SEALED.name] * STEPS
             assert max(Counter(part for part, _ in here).values()) <= 4
-            assert whole >= STEPS - 1 - (way == "apart")  # where the next save says it
+            assert whole >= STEPS - 1 - (way == "apart")  # without peers, a node learns it at the next save
             assert found == (STEPS - 1, STEPS - 1)
 
 
@@ -76,5 +79,5 @@ def test_ranks_on_several_nodes_that_skip_different_steps_have_slots(ranks, way)
         for ends, here, whole, found in cluster.run(["n1", "n2"], saves, left_out, environ=WAYS[way]):
             assert ends[-3:] == [SaveState.SEALED.name] * 3
             assert not {version for _, version in here} & set(range(3, 9))
-            assert whole >= STEPS - 1 - (way == "apart")  # where the next save says it
+            assert whole >= STEPS - 1 - (way == "apart")  # without peers, a node learns it at the next save
             assert found == (STEPS - 1, STEPS - 1)

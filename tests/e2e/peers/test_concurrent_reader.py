@@ -1,4 +1,4 @@
-"""A process that reads a job's steps beside its ranks changes nothing for them."""
+"""A process that reads a job's steps during training changes nothing for the ranks."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def read_while_training(job, read):
                 subprocess.run([sys.executable, "-W", "ignore", "-c", _EVALUATION, job, str(read)], check=True)
             dist.barrier()
         wait_until(
-            lambda: ckpt.session.agent.cluster_status(job).protected.step == 5, "the last step has its copies", 30
+            lambda: ckpt.session.agent.cluster_status(job).protected.step == 5, "the last step is replicated", 30
         )
         dist.barrier()
         return ckpt.restore(state_of(0))

@@ -1,4 +1,4 @@
-"""What writes a step to files reads other nodes' memory as a restore does: export, reshard, and files behind a URL."""
+"""Export, reshard, and files behind a URL read other nodes' memory as a restore does."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ def same(found, step):
 
 @pytest.fixture
 def saved(cluster):
-    """A step of which each of two nodes has one half, and no node more."""
+    """Put one half of a step on each of two nodes, without replicas."""
     cluster.run(["n1", "n2"], save, [7], 1, environ=ONCE)
     return cluster
 
 
 @pytest.fixture
 def on_n1(saved, monkeypatch):
-    """This process is on the first node."""
+    """Use the agent of the first node in this process."""
     for name, value in saved["n1"].environ.items():
         monkeypatch.setenv(name, value)
     yield saved
@@ -88,7 +88,7 @@ def test_damaged_local_copy_is_read_from_another_node(cluster, monkeypatch, tmp_
 
 
 def flip_shard_bits(host, job):
-    """A bit of each shard on this node is another one now."""
+    """Flip a bit of each shard on this node."""
     with host.agent(job) as agent:
         for fact in agent.store.list_shards(job):
             pin = agent.store.pin(fact.key)

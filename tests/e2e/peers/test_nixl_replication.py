@@ -1,4 +1,4 @@
-"""Copies and hydration where NIXL moves the bytes."""
+"""Replication and hydration with NIXL as the transport."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A node is gone with everything in its memory: the job goes on from copies on other nodes, without any storage."""
+"""A node is lost with its memory, and the job continues from replicas, without any storage."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_lost_node_is_restored_from_peer_memory(cluster):
     cluster.add("n4", "rack=r4")
     where = ["n1", "n4", "n3"]
     for node, (tiers, nodes) in zip(where, cluster.run(where, restore, 7), strict=True):
-        assert set(tiers) <= {"memory", "peer"}  # what n4 was given to keep meanwhile is near already
+        assert set(tiers) <= {"memory", "peer"}  # n4 received replicas meanwhile, so they are local
         if node == "n4":
             assert "n4" not in nodes
         else:

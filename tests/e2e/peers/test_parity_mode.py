@@ -1,4 +1,4 @@
-"""Groups of nodes keep parities: a node is gone, and what it had is made again from the others' memory."""
+"""Groups of nodes keep parities, from which a lost node's shards are rebuilt."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def kept(host, job):
 def test_lost_node_is_rebuilt_from_parity_without_storage(four, lost):
     said = four.run(NAMES, save, [5, 6, 7], environ=PARITY)
     assert said == ["parity over 4 nodes"] * 4
-    for part, name in enumerate(NAMES):  # a parity is kept beside each node's shards, and is not shown as one
+    for part, name in enumerate(NAMES):  # each node also keeps a parity, which is not listed as a shard
         everything, shards, parts = kept(four[name], four.job)
         assert everything > shards
         assert parts == {part}

@@ -1,4 +1,4 @@
-"""Nodes that fail together, and one that comes back with what it had when the job had gone on without it."""
+"""Nodes that fail together, and a node that returns with old data after the job continued."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def test_every_step_is_complete_after_the_loss_of_a_rack(ranks):
     names = ["n1", "n2", "n3", "n4"]
     with make_cluster(ranks, *names, labels=lambda name: "rack=r1" if name in ("n1", "n2") else "rack=r2") as cluster:
         assert cluster.run(names, save, [5, 6]) == ["2 copies in 2 racks"] * 4
-        for name in ("n1", "n2"):  # also the one that counts copies, and the one that the ranks met at
+        for name in ("n1", "n2"):  # including the leader and the node of the ranks' store
             cluster[name].lose()
         for name in ("n5", "n6"):
             cluster.add(name, "rack=r3")

@@ -1,4 +1,4 @@
-"""What a save must have reached before the next one begins."""
+"""Replication that a save must reach before the next save starts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def state_at(step):
 
 @contextlib.contextmanager
 def checkpointer(job, require, **memory):
-    """On n1, which has one partner."""
+    """Yield a checkpointer on n1, which has one partner."""
     nodes = ",".join(f"{name}={node.address}" for name, node in job.nodes.items())
     peer = {"discovery": f"static:{nodes}", "secret": SECRET.decode(), "require": require}
     settings = override_settings(job["n1"].settings, peer=peer, memory=memory)

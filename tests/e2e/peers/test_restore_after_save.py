@@ -1,4 +1,4 @@
-"""A job that goes on in the same breath finds what it has just saved, also the parts that other nodes hold."""
+"""A restore right after a save finds the saved step, including parts on other nodes."""
 
 from __future__ import annotations
 
@@ -21,9 +21,7 @@ def save_and_go_on(job):
     found = []
     with Checkpointer(job, on_sigterm="ignore") as ckpt:
         for step in (1, 2, 3):
-            found.append(
-                ckpt.restore(zeros_like_state(state_of(0)))
-            )  # looks at all nodes, a moment before there is news
+            found.append(ckpt.restore(zeros_like_state(state_of(0))))  # queries all nodes just before the next save
             ckpt.save(state_of(step), step).wait()
             dist.barrier()
             state = zeros_like_state(state_of(0))

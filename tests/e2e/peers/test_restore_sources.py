@@ -1,4 +1,4 @@
-"""What a job is restored from when other nodes saved it: other worlds, several sources at once, all tiers."""
+"""Restores of steps from other nodes: other world sizes, several sources at once, all tiers."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ def bytes_of(state):
 
 @pytest.mark.parametrize("where", [["n1", "n2", "n3", "n4"], ["n4", "n2"]], ids=["3 to 4", "3 to 2"])
 def test_a_rank_on_a_new_node_reads_its_ranges_from_the_others(cluster, where):
-    """Another world size and an empty arena: every rank gets its own rows, and hardly a byte more."""
+    """With another world size and an empty arena, every rank reads little more than its own rows."""
     cluster.run(NAMES, save, [5], 3, environ={"TIEREDCKPT_PEER_COPIES": "3"})
     if "n3" not in where:
         cluster["n3"].lose()
@@ -27,7 +27,7 @@ def test_a_rank_on_a_new_node_reads_its_ranges_from_the_others(cluster, where):
     reports = cluster.run(where, restore, 5, environ={"TIEREDCKPT_PEER_COPIES": "3"})
     tiers, nodes = reports[where.index("n4")]
     assert tiers.keys() <= {"peer", "memory"}
-    assert tiers.get("peer", 0) == sum(nodes.values())  # what n4 was given to keep meanwhile is near
+    assert tiers.get("peer", 0) == sum(nodes.values())  # n4 received replicas meanwhile, so they are local
     needed = bytes_of(full(5)) / len(where) + bytes_of({"same": torch.arange(100)})
     assert tiers.get("peer", 0) <= 1.05 * needed + 4096
     assert "n4" not in nodes
@@ -39,7 +39,7 @@ def test_job_continues_after_two_of_four_nodes_are_lost(ranks):
     with make_cluster(ranks, *names) as cluster:
         said = cluster.run(names, save, [5, 6], 3, environ=environ)
         assert said == ["3 copies in 3 nodes"] * 4
-        cluster["n1"].lose()  # the one that counts
+        cluster["n1"].lose()  # the leader
         cluster["n3"].lose()
         for name in ("n5", "n6"):
             cluster.add(name)
@@ -57,7 +57,7 @@ def save_durably(job, step):
 
 
 def restore_alone(job, step):
-    """All of it in one process, without any sharding."""
+    """Restore the unsharded state in one process."""
     with Checkpointer(job, on_sigterm="ignore") as ckpt:
         expected = {**full(step), "same": torch.arange(100) * step, "step": step}
         state = zeros_like_state(expected)
@@ -74,7 +74,7 @@ def test_step_is_restored_from_memory_a_peer_and_storage(cluster, rclone):
     assert said == ["2 copies in 2 racks, durable"] * 3
     with cluster["n1"].agent(cluster.job) as agent:
         (copy,) = [fact.key for fact in agent.store.list_shards(cluster.job) if fact.holders]
-    for name in NAMES:  # no good copy of one shard is left in anybody's memory
+    for name in NAMES:  # now no node has an intact copy of this shard in memory
         with cluster[name].agent(cluster.job) as agent:
             if copy in {fact.key for fact in agent.store.list_shards(cluster.job)}:
                 pin = agent.store.pin(copy)

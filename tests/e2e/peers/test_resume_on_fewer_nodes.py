@@ -1,4 +1,4 @@
-"""A job goes on with fewer nodes: what only those that leave have in memory is read from them before they are gone."""
+"""A job continues on fewer nodes, and reads the data of the leaving nodes before they are gone."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ NAMES = ["n1", "n2", "n3", "n4"]
 def test_job_resumes_after_half_of_the_nodes_leave(ranks):
     with make_cluster(ranks, *NAMES, labels=lambda name: f"rack=r{name[1:]}") as cluster:
         assert cluster.run(NAMES, save, [5, 6]) == ["2 copies in 2 racks"] * 4
-        stay = ["n4", "n1"]  # n2 and n3 keep each other's copies
+        stay = ["n4", "n1"]  # n2 and n3 hold each other's replicas
         for tiers, _ in cluster.run(stay, restore, 6):
             assert set(tiers) == {"memory", "peer"}
         assert cluster.run(stay, save, [7]) == ["2 copies in 2 racks"] * 2
-        for name in ("n2", "n3"):  # nothing hangs on them any more
+        for name in ("n2", "n3"):  # the job no longer needs them
             cluster[name].lose()
         assert cluster.run(stay, save, [8]) == ["2 copies in 2 racks"] * 2
-        assert cluster.run(["n1"], save, [9]) == ["2 copies in 2 racks"]  # n4 has no rank any more, and keeps one
+        assert cluster.run(["n1"], save, [9]) == ["2 copies in 2 racks"]  # n4 has no rank, but still keeps a replica
 
 
 def test_steps_of_a_single_rank_survive_its_node(ranks):
@@ -38,7 +38,7 @@ def test_steps_of_a_single_rank_survive_its_node(ranks):
         assert cluster.run(["n1"], save, [7, 8]) == ["2 copies in 2 racks"]
         wait_until(lambda: newest_replicated(cluster, "n2") == 8, "n2 knows that it holds the newest step")
         cluster["n1"].lose()
-        wait_until(lambda: standing(cluster, "n2", "n1") == "dead", "its death is known")
+        wait_until(lambda: standing(cluster, "n2", "n1") == "dead", "n2 considers n1 dead")
         ((tiers, _),) = cluster.run(["n2"], restore, 8)
         assert set(tiers) == {"memory"}
         assert cluster.run(["n2"], save, [9], 1) == ["1 copy"]
@@ -50,7 +50,7 @@ def test_only_remaining_node_saves_in_any_name_order(ranks, left):
     with make_cluster(ranks, "n1", "n2", labels=lambda name: f"rack=r{name[1:]}") as cluster:
         assert cluster.run(["n1", "n2"], save, [5, 6]) == ["2 copies in 2 racks"] * 2
         cluster[lost].lose()
-        wait_until(lambda: standing(cluster, left, lost) == "dead", "its death is known")
+        wait_until(lambda: standing(cluster, left, lost) == "dead", "n2 considers n1 dead")
         cluster.run([left], restore, 6)
         assert cluster.run([left], save, [7, 8], 1) == ["1 copy"]
         cluster.run([left], restore, 8)
@@ -61,12 +61,12 @@ def test_restore_waits_for_the_node_that_continued_the_job(ranks):
         alone = {"TIEREDCKPT_PEER_COPIES": "1"}
         cluster.run(["n1", "n2"], save, [5, 6], 1, environ=alone)
         cluster.run(["n1"], save, [7, 8], 1, environ=alone)
-        wait_until(lambda: roster(cluster, "n2") == roster(cluster, "n1"), "n2 has heard of it")
+        wait_until(lambda: roster(cluster, "n2") == roster(cluster, "n1"), "n2 has the roster of n1")
         cluster["n1"].suspend_agent()
-        wait_until(lambda: standing(cluster, "n2", "n1") == "dead", "it is missed")
+        wait_until(lambda: standing(cluster, "n2", "n1") == "dead", "n2 considers n1 dead")
         with ThreadPoolExecutor(1) as aside:
             restored = aside.submit(cluster.run, ["n2"], restore, 8, environ=alone)
-            wait_until(lambda: at_work(cluster, "n2") or restored.done(), "a rank has begun there")
+            wait_until(lambda: at_work(cluster, "n2") or restored.done(), "a rank has started on the node")
             cluster["n1"].resume_agent()
             ((tiers, _),) = restored.result()
         assert "peer" in tiers
@@ -95,7 +95,7 @@ def standing(cluster, asked, node):
 
 @contextlib.contextmanager
 def supervised(cluster, *names):
-    """The supervisors' part of these nodes, in this process."""
+    """Start the supervisors' agent processes of these nodes in this process."""
     agents = [MemoryTierProcess({**os.environ, **cluster[name].environ}) for name in names]
     try:
         for agent in agents:

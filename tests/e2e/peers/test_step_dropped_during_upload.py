@@ -1,4 +1,4 @@
-"""A step that is dropped while another node uploads its part of it does not come back."""
+"""A step that is dropped while another node uploads its part does not return."""
 
 from __future__ import annotations
 

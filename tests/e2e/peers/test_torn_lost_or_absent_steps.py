@@ -1,4 +1,4 @@
-"""Nothing was ever saved, a save never came to be whole, what was whole is lost: three answers of a restore."""
+"""A restore tells apart a job without saves, an incomplete first save, and a lost complete step."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.e2e
 
 
 def killed_in_its_first_save(job, step):
-    """The second rank ends before it has sealed anything, the first one once it has sealed its part."""
+    """Kill rank 1 before its seal, and rank 0 after its own."""
     seal = Session.seal
 
     def dies(*args, **more):
@@ -46,7 +46,7 @@ def sealed_on(host, job):
 
 
 def begin(job, step=None):
-    """What a restore answers, what it says about it, and what those say who name a step."""
+    """Return the restored step, its report, and the errors of restores of a named step."""
     state = zeros_like_state(sharded(0))
     with Checkpointer(job, on_sigterm="ignore") as ckpt:
         found = ckpt.restore(state)
@@ -74,7 +74,7 @@ def test_job_killed_in_its_first_save_restarts_and_reports_it(ranks, capsys):
         with pytest.raises(AssertionError, match="died"):
             cluster.run(where, killed_in_its_first_save, 3)
         wait_until(lambda: sealed_on(cluster["n1"], cluster.job) == [3])
-        for name in where:  # and what they know of it survives them
+        for name in where:  # the agents' records survive a restart
             cluster[name].kill_agent()
             cluster[name].start()
         for found, report, named, other in cluster.run(where, begin, 3):
@@ -90,12 +90,12 @@ def test_job_killed_in_its_first_save_restarts_and_reports_it(ranks, capsys):
         directory = ["--agent-dir", str(cluster["n1"].directory)]
         assert main(["ls", cluster.job, *directory]) == 0
         assert re.search(r"3 +torn", capsys.readouterr().out)
-        cluster.run(where, save, [3, 4])  # nobody had to allow anything
+        cluster.run(where, save, [3, 4])  # a new save needs no permission
         cluster.run(where, restore, 4)
 
 
 def leaves_out(job, step):
-    """One rank has no room for its part, so that what the others have of the step is given up."""
+    """Save a step for which rank 1 has no memory, so that the other ranks' parts are released."""
     stage = SlotPool.lease
 
     def busy(*args, **more):
@@ -134,12 +134,12 @@ def lost(job):
 
 
 def test_once_complete_step_is_lost_even_for_later_agents(ranks, capsys):
-    """One node is lost; the agents of the others died since, and a node comes that knows nothing."""
+    """One node is lost, the other agents restart, and a new node joins."""
     with make_cluster(ranks, "n1", "n2", "n3") as cluster:
         alone = {"TIEREDCKPT_PEER_COPIES": "1"}
         cluster.run(["n1", "n2", "n3"], save, [5, 6], 1, environ=alone)
         for name in ("n2", "n3"):
-            with cluster[name].agent(cluster.job) as agent:  # not what it hears from n1 when it is asked
+            with cluster[name].agent(cluster.job) as agent:  # read this node's own record, without a request to n1
                 wait_until(
                     lambda: [one.newest_committed for one in agent.store.status().jobs if one.job == cluster.job] == [6]
                 )
@@ -147,7 +147,7 @@ def test_once_complete_step_is_lost_even_for_later_agents(ranks, capsys):
         for name in ("n2", "n3"):
             cluster[name].kill_agent()
             cluster[name].start()
-        for name in ("n2", "n3"):  # either may be the one that reports which nodes there are
+        for name in ("n2", "n3"):  # either node may report the membership
             with cluster[name].agent(cluster.job) as agent:
                 wait_until(
                     lambda: [one.state for one in agent.cluster_status(cluster.job).nodes] == ["dead", "alive", "alive"]

@@ -1,4 +1,4 @@
-"""SIGKILL of the agent at every point: what was acknowledged is there afterwards, the rest is whole or absent."""
+"""After SIGKILL of the agent at any point, acknowledged data exists and no data is incomplete."""
 
 import os
 import signal
@@ -35,7 +35,7 @@ WORKING = {
     "agent.deleted": [1, 2, 5],
     "agent.dropped": [1],
 }
-"""Each point, and the times it is passed before the kill."""
+"""Each point, and the numbers of the passes that kill the agent."""
 STARTING = ["agent.recovering", "agent.recovered"]
 PARTS = (0, 1)
 
@@ -55,13 +55,13 @@ def size_of(of):
 
 
 def work(client, versions, sealed):
-    """Save versions with two writers: slots are reused or grow, versions are superseded and forgotten."""
+    """Save versions with two writers: slots are reused or grown, versions are superseded and deleted."""
     client.claim("job", "a")
     client.put_blob("job", "settings", b"kept")
     for version in versions:
         for part in PARTS:
             of = shard_key(version, part)
-            lease = client.lease(of, 1000 if version % 2 else 9 * MIB // 4, 2)  # what is much smaller fits no slot
+            lease = client.lease(of, 1000 if version % 2 else 9 * MIB // 4, 2)  # a much smaller object fits no slot
             lease = client.grow(lease.id, 2 * size_of(of))
             write_slot(lease, shard_content(of, size_of(of)))
             client.seal(lease.id, size_of(of), b"meta")
@@ -69,12 +69,12 @@ def work(client, versions, sealed):
         client.mark_committed("job", shard_key(version).version_id)
     sealed[:] = [of for of in sealed if of.version != versions[-1]]
     client.delete_versions("job", [shard_key(versions[-1]).version_id])
-    lease = client.lease(shard_key(versions[-1], 0, attempt=1), 58 * MIB, 2)  # another writer's free slot makes room
+    lease = client.lease(shard_key(versions[-1], 0, attempt=1), 58 * MIB, 2)  # evicts another writer's free slot
     client.release(lease.id)
 
 
 def check(client, sealed):
-    """Everything acknowledged that was not superseded is here, whole versions above all, and nothing is half here."""
+    """Check that every listed shard is intact, and that the newest complete version still exists."""
     here = [fact.key for fact in client.list_shards("job")]
     for of in here:
         assert load_shard(client, of) == shard_content(of, size_of(of))
@@ -87,7 +87,7 @@ def check(client, sealed):
 
 
 def assert_usable(client):
-    """A store that was killed can still be used to the full, by the next incarnation and by this one."""
+    """Check that both incarnations can still use the whole store."""
     epoch = client.claim("job", "b")
     for version in range(90, 93):
         for part in PARTS:
@@ -140,14 +140,14 @@ def test_agent_killed_during_adoption(directory, point, count):
 
 
 def test_flipped_byte_is_reported_and_the_version_is_not_committed(directory):
-    """The newest version is damaged: the older one is kept, also when somebody had called the newest one whole."""
+    """The newest version is damaged, so the older one is kept, even after the newest was committed."""
     with store_agent(directory, *BUDGET) as agent, agent.client(retry_s=20) as client:
         for of in [shard_key(1), shard_key(2)]:
             lease = client.lease(of, MIB, 1)
             write_slot(lease, shard_content(of, MIB))
             client.seal(lease.id, MIB)
             client.mark_committed("job", of.version_id)
-        pin = client.pin(shard_key(2))  # whose file is open for as long as somebody has it
+        pin = client.pin(shard_key(2))  # the pin's file stays open until the client closes it
         slot = pinned_file(pin).readlink()
         agent.kill()
     flip_byte(slot, MIB // 2)
@@ -158,9 +158,9 @@ def test_flipped_byte_is_reported_and_the_version_is_not_committed(directory):
         (damage,) = client.status().damage_reports
         assert (damage.job, damage.what) == ("job", "job/2 part 0 (epoch 1 a)")
         assert "chunks differ after a restart" in damage.reason
-        client.mark_committed("job", shard_key(2).version_id)  # somebody who has not heard of it yet
+        client.mark_committed("job", shard_key(2).version_id)  # from a client that does not know of the damage yet
         assert client.status().jobs[0].newest_committed == 1
-        for version in (3, 4):  # not whole: a second part never comes
+        for version in (3, 4):  # incomplete: a second part never comes
             lease = client.lease(shard_key(version), MIB, 2)
             client.seal(lease.id, 10)
         with pytest.raises(PeerStoreError):
@@ -184,7 +184,7 @@ def test_files_missing_at_adoption_are_absent(directory, harm, left, damages):
             write_slot(lease, shard_content(of, MIB))
             client.seal(lease.id, MIB)
             client.mark_committed("job", of.version_id)
-        pin = client.pin(shard_key(2))  # whose file is open for as long as somebody has it
+        pin = client.pin(shard_key(2))  # the pin's file stays open until the client closes it
         slot = pinned_file(pin).readlink()
         agent.kill()
     note = directory / "notes" / f"seal.{slot.name}"

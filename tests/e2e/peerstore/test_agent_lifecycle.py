@@ -48,7 +48,7 @@ def directory():
 
 @pytest.fixture
 def enough():
-    """What is entered here is left when the test ends."""
+    """A stack of contexts that close when the test ends."""
     with contextlib.ExitStack() as stack:
         yield stack
 
@@ -103,16 +103,16 @@ def test_eight_concurrent_starters_share_an_agent_that_outlives_them(directory, 
     pid = agent_pid(directory)
     assert pid not in {None, *(one.pid for one in starters)}
     log = directory / "agent.log"
-    wait_until(lambda: " serves " in log.read_text(), "the agent has said so: it answers a moment before")
+    wait_until(lambda: " serves " in log.read_text(), "the agent has logged that it serves")
     with open_client(directory / "agent.sock", job="job") as client:
         for one in starters:
             say(one)
             assert one.wait(20) == 0
         while client.status().jobs[0].clients > 1:
-            pass  # the agent notices one after the other
+            pass  # the agent notices one exit after the other
         save_shard(client, shard_key())
         assert load_shard(client, shard_key()) == shard_content(shard_key(), MIB)
-    wait_process_ended(pid)  # nobody is connected, the job's time is over
+    wait_process_ended(pid)  # no client is connected, and the job has expired
     assert log.read_text().count(" serves ") == 1
     assert sorted(path.name for path in directory.iterdir()) == ["agent.lock", "agent.log", "launch.lock", "notes"]
     assert [path.name for path in (directory / "notes").iterdir()] == ["expired.job"]
@@ -132,7 +132,7 @@ signal.pause()
     with store_agent(directory, "--budget", "64MiB", "--linger-s", "0", "--job-ttl-s", "0") as agent:
         command = [sys.executable, "-c", writer, str(agent.place.socket)]
         with subprocess.Popen(command, env=here(), stdout=subprocess.PIPE) as one:
-            with agent.client(retry_s=30):  # for which the agent stays until the writer is there
+            with agent.client(retry_s=30):  # keeps the agent alive until the writer has connected
                 said = one.stdout.readline()
             one.kill()
         assert said == b"has a slot\n"
@@ -348,7 +348,7 @@ except PeerStoreError as error:
 @pytest.mark.system
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
 def test_another_user_is_refused(directory):
-    """The directory's mode keeps others out; were it opened, the socket's peer credentials would."""
+    """The directory's mode refuses other users; the socket's peer credentials do so, too."""
     with store_agent(directory, "--budget", "64MiB") as agent:
         assert agent.wait_ready()
 
@@ -383,7 +383,7 @@ def small_tmpfs(tmp_path):
 
 
 def fill_up(place):
-    """A file that takes all that is free."""
+    """Return a file that occupies all free space."""
     path = place / "somebody else"
     fd = os.open(path, os.O_WRONLY | os.O_CREAT)
     with contextlib.suppress(OSError):
@@ -396,7 +396,7 @@ def fill_up(place):
 
 @pytest.mark.system
 class TestSmallTmpfs:
-    """The file system is smaller than the budget: errors, never SIGBUS."""
+    """A file system smaller than the budget: errors, never SIGBUS."""
 
     def test_slot_larger_than_the_file_system_is_refused_with_advice(self, small_tmpfs):
         with store_agent(small_tmpfs / "a", "--budget", "1GiB") as agent, agent.client(retry_s=20) as client:

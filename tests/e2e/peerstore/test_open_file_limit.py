@@ -1,4 +1,4 @@
-"""An agent and its limit of open files: raised at the start, and never met in the middle of something."""
+"""An agent raises its limit of open files, and refuses new work before it reaches the limit."""
 
 import contextlib
 import resource
@@ -39,7 +39,7 @@ def test_new_work_is_refused_and_started_work_finishes(agent):
         save_shard(client, shard_key(1))
         begun = client.lease(shard_key(2), MIB, 1)
         while files_of(agent) < HARD - 30:
-            crowd.enter_context(agent.client()).epoch("job")  # answered: the agent has taken this connection
+            crowd.enter_context(agent.client()).epoch("job")  # the response shows that the agent has accepted
         with pytest.raises(AgentBusyError, match="Ask again"):
             client.lease(shard_key(3), MIB, 1)
         with pytest.raises(AgentBusyError):
@@ -47,7 +47,7 @@ def test_new_work_is_refused_and_started_work_finishes(agent):
         client.seal(begun.id, MIB)
         assert client.verify(shard_key(1)) == ()
         crowd.close()
-        wait_until(lambda: files_of(agent) < HARD // 2, "the crowd to be gone")
+        wait_until(lambda: files_of(agent) < HARD // 2, "the agent has closed the crowd's connections")
         assert load_shard(client, shard_key(1)) == shard_content(shard_key(1), MIB)
         save_shard(client, shard_key(3))
         status = client.status()
@@ -56,7 +56,7 @@ def test_new_work_is_refused_and_started_work_finishes(agent):
 
 
 def test_repeated_restarts_keep_files_and_threads_constant():
-    """What a killed agent left is adopted each time; nothing of it stays open."""
+    """Every agent adopts the killed agent's slots without leaking files."""
     seen = []
     with store_directory() as directory:
         for version in range(6):

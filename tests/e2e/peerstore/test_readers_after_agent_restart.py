@@ -1,4 +1,4 @@
-"""Who reads a pinned shard reads on, whatever becomes of the agent and whatever its successor writes."""
+"""A reader of a pinned shard is safe from the agent's death and from its successor's writes."""
 
 import subprocess
 import sys
@@ -46,7 +46,7 @@ def directory():
 
 
 class Reader:
-    """A process in the middle of reading a shard."""
+    """A process that has read half of a shard."""
 
     def __init__(self, directory, version, *how):
         command = [sys.executable, "-c", READER, str(directory), str(version), *how]
@@ -55,14 +55,14 @@ class Reader:
         assert self.process.stdout.readline() == "half\n"
 
     def finish(self):
-        """What it says it has read; a process that was ended by a signal says so instead."""
+        """Return the reader's report, or its exit status if a signal ended it."""
         said, _ = self.process.communicate("go on\n", timeout=200)
         return said.strip() if self.process.returncode == 0 else f"exit {self.process.returncode}"
 
 
 @pytest.mark.parametrize("size", [MIB, SIZE, SIZE + MIB], ids=["smaller", "as large", "larger"])
 def test_restarted_agent_never_overwrites_data_of_an_active_reader(directory, size):
-    """Every slot that the successor could take is written, several times."""
+    """The successor writes every slot that it could reuse, several times."""
     with store_agent(directory, *BUDGET) as agent:
         with agent.client(retry_s=20) as client:
             for version in (1, 2):
@@ -78,7 +78,7 @@ def test_restarted_agent_never_overwrites_data_of_an_active_reader(directory, si
 
 
 def test_memory_of_a_reader_counts_until_it_ends(directory):
-    """A slot was given up under a reader: what it takes is not promised to anybody else."""
+    """An evicted slot under a reader still counts, so its memory is not leased again."""
     with store_agent(directory, "--budget", "12MiB") as agent:
         with agent.client(retry_s=20) as client:
             save_shard(client, shard_key(1), SIZE)
@@ -96,14 +96,14 @@ def test_memory_of_a_reader_counts_until_it_ends(directory):
 
 
 def test_live_reader_with_a_lost_pin_keeps_its_data(directory):
-    """Its connection is gone for longer than it is waited for; the process still reads."""
+    """The reader's connection is lost for longer than the grace time, but the process still reads."""
     with (
         store_agent(directory, *BUDGET, "--lease-grace-s", "0.1") as agent,
         agent.client(retry_s=20) as client,
     ):
         save_shard(client, shard_key(1), SIZE)
         reader = Reader(directory, 1, "cut off")
-        wait_until(lambda: client.status().arena.pins == 0, "the pin is taken back")
+        wait_until(lambda: client.status().arena.pins == 0, "the agent has released the pin")
         for version in range(2, 6):
             save_shard(client, shard_key(version), SIZE)
         assert shard_key(1) not in {fact.key for fact in client.list_shards("job")}

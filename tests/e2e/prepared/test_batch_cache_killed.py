@@ -1,4 +1,4 @@
-"""Processes that share a cache and are killed at any time: what is there is whole, nothing is prepared twice for it."""
+"""Processes that share a cache survive kills: cached batches are complete and prepared only once."""
 
 import os
 import signal
@@ -56,13 +56,13 @@ def crash(point, times):
 def wait_processes_ended(pids, timeout_s=60):
     deadline = time.monotonic() + timeout_s
     while any(process_start_time(pid) >= 0 for pid in pids):
-        assert time.monotonic() < deadline, f"one of {pids} is still there"
+        assert time.monotonic() < deadline, f"one of {pids} still runs"
         time.sleep(0.005)
 
 
 @pytest.mark.parametrize("point", CRASH_POINTS)
 def test_cache_survives_a_kill_at_any_point(zygote, directory, log, point):
-    """The third time each point is reached; where room is made, that is for the third batch beyond the bound."""
+    """Kill at the third pass of each point; for evictions, that is the third batch over the limit."""
     making_room = point == "prepared.gave-up"
     limit = _FIVE_BATCHES if making_room else 1 << 30
     ended = zygote.run(read_batches, directory, log, _BATCHES, limit, environ=crash(point, 3))
@@ -74,7 +74,7 @@ def test_cache_survives_a_kill_at_any_point(zygote, directory, log, point):
         assert file_names(cache.directory) == [
             *(f"{index:020d}.batch" for index in there),
             "tally",
-        ]  # and nothing half-made
+        ]  # and no partial file
         for index in there:
             assert cache.lookup(index).batch == batch_of(index)
         assert cache.counts.damaged == 0
@@ -132,10 +132,10 @@ def test_restarted_trainer_finds_all_prepared_batches(zygote, directory, log, wo
     running.wait_line("read")
     running.kill()
     running.wait()
-    wait_processes_ended(preparer_pids(log))  # workers end with their trainer, after the batch they are at
+    wait_processes_ended(preparer_pids(log))  # workers end after their current batch
     with open_cache(directory) as cache:
         there = cache.cached_indices()
-    assert set(range(5)) <= set(there) <= set(range(11))  # what was read, and up to six ahead
+    assert set(range(5)) <= set(there) <= set(range(11))  # the five batches that were read, and up to six ahead
     before = prepare_counts(log)
     zygote.run(read_ahead, directory, log, _BATCHES, workers)
     more = prepare_counts(log) - before

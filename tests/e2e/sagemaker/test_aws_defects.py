@@ -1,4 +1,4 @@
-"""What AWS's library does wrong: it does so here, against the server it is tested with, and ours does not.
+"""Defects of AWS's library, which it shows against its own test server and this package does not have.
 
 Each test is named after a line of the table in ``docs/reference/hyperpod-compat.md``.
 """
@@ -39,14 +39,14 @@ pytest.importorskip("amzn_sagemaker_checkpointing")
 pytestmark = pytest.mark.e2e
 ROWS = 6
 JOB = "job"
-"""Of this test alone: the tests share an agent."""
+"""The job of the current test, because the tests share an agent."""
 
 
-# -- what the ranks run ---------------------------------------------------------------------------------------
+# -- functions for the ranks ----------------------------------------------------------------------------------
 
 
 def state(step):
-    """Rows over all ranks, a tensor of everybody's, and a number."""
+    """Return rows sharded over all ranks, a replicated tensor, and a number."""
     whole = torch.arange(2.0 * ROWS).view(ROWS, 2) + step
     rows = distribute_tensor(whole, init_device_mesh("cpu", (dist.get_world_size(),)), [Shard(0)])
     return {"w": rows, "n": step, "t": torch.tensor([float(step)])}
@@ -62,7 +62,7 @@ def values(found):
 
 
 def outcome(reader):
-    """What a load came to: the step and everything that is there then, or the kinds of its errors."""
+    """Load, and return the step and the values, or "failed" and the errors."""
     found = {name: value * 0 for name, value in state(0).items()}
     try:
         dcp.load(found, storage_reader=reader)
@@ -72,7 +72,7 @@ def outcome(reader):
 
 
 class Fails(DefaultSavePlanner):
-    """The last rank cannot say what it would write."""
+    """A planner that fails on the last rank."""
 
     def resolve_data(self, write_item):
         if dist.get_rank() == dist.get_world_size() - 1:
@@ -88,7 +88,7 @@ def save(make, steps, *, planner=None, **how):
 
 
 def aws(url, endpoint="", **more):
-    """AWS's library, pointed at a server: its writer for a step, and its reader."""
+    """Return a function for AWS's writers at a step, and one for its readers."""
     aws_library.use_servers(url, endpoint)
     config, writer, reader = aws_library.library_classes()
     of = config(**{"namespace": JOB, "world_size": dist.get_world_size(), **more})
@@ -96,7 +96,7 @@ def aws(url, endpoint="", **more):
 
 
 def ours(**more):
-    """The same of the classes of these names that are ours."""
+    """Return the same functions for this package's classes of the same names."""
     of = SageMakerCheckpointConfig(**{"namespace": JOB, "world_size": dist.get_world_size(), **more})
     return (
         lambda step: SageMakerTieredStorageWriter(of, step=step),
@@ -124,7 +124,7 @@ def we_load(step=None, **more):
 
 
 class Server:
-    """The memory service, by its address; tests change what it holds as anybody could."""
+    """The memory service at an address, whose content tests change as any client could."""
 
     def __init__(self, address):
         self.address, self.url, self.job = address, f"http://{address}", ""
@@ -148,11 +148,11 @@ class Server:
 
 @pytest.fixture(scope="module")
 def agent():
-    """One for all of these tests: none of them ends it."""
+    """Share one agent between these tests, none of which ends it."""
     with agent_directory() as directory, pytest.MonkeyPatch.context() as patch:
         patch.setenv("TIEREDCKPT_AGENT_DIRECTORY", str(directory))
         patch.setenv("TIEREDCKPT_AGENT_BUDGET", "2GiB")
-        patch.setenv("AWS_ACCESS_KEY_ID", "test")  # the agent asks S3 with what it was started with
+        patch.setenv("AWS_ACCESS_KEY_ID", "test")  # the agent uses the credentials that it was started with
         patch.setenv("AWS_SECRET_ACCESS_KEY", "test")
         open_session("first", load_settings())
         close_sessions()
@@ -191,7 +191,7 @@ def s3(moto, monkeypatch, tmp_path):
 
 
 class Both:
-    """Runs one thing on so many ranks."""
+    """A callable that runs a function on N ranks."""
 
     def __init__(self, ranks, job):
         self._ranks, self._job = ranks, job
@@ -217,7 +217,7 @@ def on(ranks, job):
 
 
 def is_step(found, step, world=2):
-    """Every rank loaded that step, all of it."""
+    """Check that every rank loaded the complete step."""
     whole = (torch.arange(2.0 * ROWS).view(ROWS, 2) + step).tolist()
     assert found == [(step, {"w": whole, "n": step, "t": [float(step)]})] * world
 
@@ -229,7 +229,7 @@ def failed(found, kind=Exception):
     assert all(isinstance(error, kind) for error in errors), errors
 
 
-# -- a to c: the world ----------------------------------------------------------------------------------------
+# -- a to c: world sizes --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("world", [1, 3])
@@ -249,17 +249,17 @@ def test_b_another_world_reads_s3(on, server, agent_dir, moto, s3):
 
 
 def test_c_world_size_may_be_the_data_parallel_size(on, server, agent_dir):
-    """Two ranks of one replica: AWS's metadata overwrites what rank 1 wrote."""
+    """Two ranks of one replica: AWS's metadata overwrites that of rank 1."""
     on(2, aws_saves, [1], server.url, world_size=1)
     found = on(2, aws_loads, server.url, world_size=1)
-    assert [step for step, _ in found] == [1, 1]  # success, and half of it zeros
+    assert [step for step, _ in found] == [1, 1]  # success, but half of the values are zeros
     with pytest.raises(AssertionError):
         is_step(found, 1)
     on(2, we_save, [1], world_size=1)
     is_step(on(2, we_load, world_size=1), 1)
 
 
-# -- d to g: which step, and all of it ------------------------------------------------------------------------
+# -- d to g: the newest complete step -------------------------------------------------------------------------
 
 
 def load_with_one_rank_disconnected(which, url, endpoint, more):
@@ -274,7 +274,7 @@ def test_d_all_ranks_load_the_same_step(on, server, agent_dir, moto, s3):
     on(2, aws_saves, [1], server.url, moto.endpoint, s3_tier_base_path=s3, save_to_s3=True)
     on(2, aws_saves, [2], server.url, moto.endpoint, s3_tier_base_path=s3)
     theirs_found = on(2, load_with_one_rank_disconnected, "aws", server.url, moto.endpoint, {"s3_tier_base_path": s3})
-    assert [step for step, _ in theirs_found] == [2, 1]  # and the model is of two steps, without a word
+    assert [step for step, _ in theirs_found] == [2, 1]  # AWS's library silently mixes the two steps in one model
     is_step(on(2, load_with_one_rank_disconnected, "ours", server.url, moto.endpoint, {"s3_tier_base_path": s3}), 1)
 
 
@@ -291,7 +291,7 @@ def test_f_a_short_blob_is_not_success(on, server, agent_dir, how):
     rank, blob = next((rank, blob) for rank in (0, 1) if (blob := server.blob(rank, 2)).count(b"PK\x05\x06") > 1)
     server.replace(rank, 2, blob[: blob.index(b"PK\x05\x06") + 22] if how == "cut" else b"")
     found = on(2, aws_loads, server.url)
-    assert [step for step, _ in found] == [2, 2]  # success, and zeros
+    assert [step for step, _ in found] == [2, 2]  # success, but all values are zeros
     with pytest.raises(AssertionError):
         is_step(found, 2)
     is_step(on(2, we_load, memory_url=server.url), 1)
@@ -327,7 +327,7 @@ def load_with_broken_client():
 def test_h_missing_client_is_unreachable_and_not_absent(on, agent_dir):
     ((has, kinds),) = on(1, load_with_broken_client)
     assert not has
-    assert not any("InMemory" in kind.__name__ for kind in kinds)  # what it says is that a key is missing
+    assert not any("InMemory" in kind.__name__ for kind in kinds)  # the error reports a missing key instead
     failed(on(1, we_load, memory_url=f"http://127.0.0.1:{free_port()}"), TierUnavailableError)
 
 
@@ -343,7 +343,7 @@ def test_i_step_zero_and_any_coordinator(on, server, agent_dir, moto, s3, step, 
 
 
 def save_with_stopped_clock(which, url):
-    """The clock stands still, as a coarse one does."""
+    """Save while the clock stands still, as a coarse clock may."""
     real, time.time = time.time, lambda: 1000.0
     try:
         make = aws(url)[0] if which == "aws" else ours()[0]
@@ -362,19 +362,19 @@ def test_j_a_save_that_takes_no_time(on, server, agent_dir):
 
 
 def test_k_a_namespace_of_another_size(on, server, agent_dir):
-    """One was made for one rank, and two use it: AWS's library compares nothing."""
+    """One rank made the namespace and two use it; AWS's library does not check the size."""
     on(1, aws_saves, [1], server.url)
     on(2, aws_saves, [2], server.url)
-    is_step(on(1, aws_loads, server.url), 1, 1)  # the older one: what it takes for step 2's metadata is a shard
+    is_step(on(1, aws_loads, server.url), 1, 1)  # AWS's library takes a shard for step 2's metadata
     is_step(on(1, we_load, memory_url=server.url), 2, 1)
     is_step(on(2, we_load, memory_url=server.url), 2)
 
 
-# -- l, m: what is kept ---------------------------------------------------------------------------------------
+# -- l, m: retention ------------------------------------------------------------------------------------------
 
 
 def we_save_through_failures():
-    """And the next good one finds a slot."""
+    """Check that failed saves keep the last good step, and that the next good save finds a slot."""
     make, read = ours()
     save(make, [1])
     save(make, [2, 3, 4], planner=Fails)
@@ -405,7 +405,7 @@ def test_m_view_stores_only_its_elements(on, server, agent_dir):
     assert on(1, save_a_view, "ours", "")[0] < 1 << 16
 
 
-# -- beyond the letters ---------------------------------------------------------------------------------------
+# -- defects without a letter ---------------------------------------------------------------------------------
 
 
 class Runs:
@@ -451,7 +451,7 @@ def save_with_s3_away(which, url, endpoint, base):
 
 
 def test_unreachable_s3_fails_no_save(on, server, agent_dir, s3, monkeypatch):
-    """What is in memory is in memory; S3 is tried again behind the training's back."""
+    """A save to memory succeeds while S3 is unreachable, and S3 is retried in the background."""
     away = f"http://127.0.0.1:{free_port()}"
     monkeypatch.setenv("AWS_ENDPOINT_URL", away)
     monkeypatch.setenv("TIEREDCKPT_DURABLE_RETRY_S", "1")

@@ -1,4 +1,4 @@
-"""Checkpoints cross between AWS's own library and this one, in both directions, bit for bit."""
+"""AWS's own library and this one read each other's checkpoints bit for bit."""
 
 import contextlib
 import json
@@ -43,7 +43,7 @@ def service():
 
 @pytest.fixture
 def s3(moto, monkeypatch, tmp_path):
-    """Where both libraries find S3; a prefix of this test's own."""
+    """Point both libraries to S3 with a prefix for this test."""
     for name, value in {
         "TIEREDCKPT_DURABLE_OPTIONS": f"endpoint={moto.endpoint},region=us-east-1",
         "AWS_ENDPOINT_URL": moto.endpoint,
@@ -54,7 +54,7 @@ def s3(moto, monkeypatch, tmp_path):
 
 
 def trained(kind, steps):
-    """A state, with a view, a number and some text beside the model."""
+    """Return a model's and optimizer's state, plus a view, a number and some text."""
     model, optimizer = build_model(kind, dist.get_world_size(), seed=1)
     train_steps(model, optimizer, steps)
     base = torch.arange(1000.0)
@@ -62,7 +62,7 @@ def trained(kind, steps):
 
 
 def by_aws(kind, steps, url, endpoint, s3_base, layout, how="save"):
-    """Saved with AWS's library; what every rank has then."""
+    """Save with AWS's library, and return the full state of every rank."""
     aws_library.use_servers(url, endpoint)
     config, writer, _ = aws_library.library_classes()
     state = trained(kind, steps)
@@ -86,7 +86,7 @@ def _s3(base, layout):
 
 
 def by_ours(kind, url, s3_base):
-    """Loaded with the class of AWS's name that is ours; what every rank has then."""
+    """Load with this package's class of the same name, and return the step and the full state."""
     state = zeros_like_state(trained(kind, 1))
     of = SageMakerCheckpointConfig("job", dist.get_world_size(), s3_tier_base_path=s3_base, memory_url=url)
     reader = SageMakerTieredStorageReader(of)
@@ -99,7 +99,7 @@ def by_ours(kind, url, s3_base):
     [("memory", 2, "fsdp", 3, "async"), ("default", 2, "fsdp", 1, "save"), ("ray", 2, "ddp", 2, "save")],
 )
 def test_aws_checkpoint_is_read_by_any_world(agent_dir, ranks, service, moto, s3, where, before, kind, after, how):
-    """Memory blobs and both layouts in S3; then the job goes on with this project's own steps."""
+    """A job loads AWS's memory blobs and both S3 layouts, and then continues with its own steps."""
     url, base = (service.url, "") if where == "memory" else ("", s3)
     saved = ranks.run(before, by_aws, kind, 2, service.url, moto.endpoint, base, where, how)[0]
     for step, found in ranks.run(after, by_ours, kind, url, base):
@@ -107,7 +107,7 @@ def test_aws_checkpoint_is_read_by_any_world(agent_dir, ranks, service, moto, s3
         assert_same_bits(saved, found)
 
 
-# -- one process: the rest of the ways ------------------------------------------------------------------------
+# -- one process: other paths ---------------------------------------------------------------------------------
 
 
 STATE = {"w": torch.arange(24.0).view(4, 6), "b": torch.linspace(-1, 1, 3).bfloat16(), "deep": {"n": 7, "t": (1, "a")}}
@@ -123,7 +123,7 @@ def save_by_aws(steps, url, endpoint, base, layout, more):
 
 @pytest.fixture
 def aws_saves(ranks, service, moto):
-    """AWS's library in a process of its own: it leaves connections open."""
+    """Save with AWS's library in another process, because it leaves connections open."""
 
     def save(*steps, base="", layout="default", **more):
         ranks.run(1, save_by_aws, steps, service.url, moto.endpoint, base, layout, more)
@@ -165,7 +165,7 @@ def test_our_step_is_loaded_when_the_other_store_is_unreachable(agent_dir, servi
 
 
 def test_element_types_differ(agent_dir, service, aws_saves):
-    """AWS's reader converts without a word; so does this one, unless told not to."""
+    """Both readers convert element types silently, ours unless ``on_dtype_mismatch`` is "error"."""
     aws_saves(1)
     other = {**STATE, "w": STATE["w"].double()}
     assert load(memory_url=service.url, state=other)[1]["w"].dtype == torch.float64
@@ -221,7 +221,7 @@ def test_step_written_in_aws_format_is_read_by_aws_library(ranks, service, moto,
 
 
 def test_our_memory_service_and_its_token(agent_dir):
-    """Written to it in AWS's format, read out of it again, by who shows the token."""
+    """A checkpoint written to this project's service in AWS's format is read with the token."""
     with our_server(access=TokenCheck(b"token-of-a-test")) as address:
         config = SageMakerCheckpointConfig("job", 1, memory_url=f"http://{address}", memory_token="token-of-a-test")
         dcp.save(shifted(3), storage_writer=SageMakerFormatWriter(config, step=3), no_dist=True)
@@ -234,7 +234,7 @@ def test_our_memory_service_and_its_token(agent_dir):
 
 
 def test_damage_inside_s3_falls_back_to_an_older_step(agent_dir, ranks, aws_saves, moto, s3):
-    """Bytes of the right number, and not the right ones: AWS's library compares nothing."""
+    """Bytes in S3 change without a change of size; AWS's library does not check them."""
     aws_saves(1, 2, base=s3)
     bucket, _, prefix = s3.removeprefix("s3://").partition("/")
     key = f"{prefix}/job/rank_0/step_2/checkpoint.pt"
@@ -253,7 +253,7 @@ def test_damage_inside_s3_falls_back_to_an_older_step(agent_dir, ranks, aws_save
 
 
 def test_convert(agent_dir, service, aws_saves, s3, tmp_path, capsys):
-    """From memory and from S3, into a durable tier and into a plain folder; verified, and loaded again."""
+    """From memory and from S3, into a durable tier and a plain folder, then verified and loaded."""
     aws_saves(1, 2, base=s3)
     sources = {f"{service.url}/job": 2, f"{s3}/job": 2, f"{s3}/job/step_1": 1}
     for number, (source, step) in enumerate(sources.items()):

@@ -1,4 +1,4 @@
-"""AWS's classes by their names, over this project's store: one import changed, and nothing else."""
+"""Classes with AWS's names on this project's store: a script changes only one import."""
 
 import copy
 import logging
@@ -140,7 +140,7 @@ def test_conflicting_s3_locations_are_refused():
 
 def test_saved_step_is_loaded(agent_dir):
     for step in (0, 3):
-        save(state_at(step), step, of=config(world_size=8))  # a number that nothing depends on
+        save(state_at(step), step, of=config(world_size=8))  # this world size has no effect
     for asked, step in ((None, 3), (0, 0)):
         found = zeros_like_state(state_at(step))
         reader = load(found, of=config(world_size=2), step=asked)
@@ -167,7 +167,7 @@ def test_nothing_saved_is_absent(agent_dir):
 
 
 def test_missing_agent_is_unreachable():
-    """And constructing either class does not fail for it."""
+    """The constructors of both classes do not fail."""
 
     def nobody(settings, job):
         raise AgentUnreachableError("no agent answers")
@@ -187,7 +187,7 @@ def test_missing_agent_is_unreachable():
 
 
 def test_disk_tier(agent_dir, tmp_path):
-    """It is one here: AWS's library has the fields and reads neither."""
+    """The disk is a working tier here; AWS's library ignores both fields."""
     of = config(disk_tier_base_path=str(tmp_path), save_to_disk=True)
     writer = SageMakerTieredStorageWriter(of, step=2)
     dcp.save({"w": torch.arange(5.0)}, storage_writer=writer, no_dist=True)
@@ -211,7 +211,7 @@ def keys(moto):
 
 
 def test_save_to_s3_applies_to_each_save(agent_dir, bucket, moto):
-    """As AWS's examples do it: one configuration, changed before some saves."""
+    """One configuration, changed before some saves, as in AWS's examples."""
     of = config(s3_tier_base_path=bucket)
     writers = {}
     for step in range(4):
@@ -239,7 +239,7 @@ def save_trained(kind, steps, how):
     if how == "async":
         before = copy.deepcopy(full_state(state))
         future = dcp.async_save(state, storage_writer=writer)
-        with torch.no_grad():  # may not be seen
+        with torch.no_grad():  # must not affect the save
             for parameter in model.parameters():
                 parameter.zero_()
         future.result()

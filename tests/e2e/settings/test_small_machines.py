@@ -1,4 +1,4 @@
-"""A machine that is too small: for the arena's tmpfs, for the durable tier's disk. Said clearly, nothing lost."""
+"""A machine too small for the arena's tmpfs or the durable tier's disk gets a clear error."""
 
 import errno
 import os
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 @pytest.fixture
 def mounted(tmp_path):
-    """Mounts a tmpfs of a given size; unmounts it when the agent in it has ended."""
+    """Return a function that mounts a tmpfs of a given size until its agent has ended."""
     places = []
 
     def mount(size):
@@ -51,7 +51,7 @@ def fill(path):
             try:
                 os.posix_fallocate(file.fileno(), size, blocks * free.f_frsize)
             except OSError as error:
-                if error.errno != errno.ENOSPC:  # else fewer blocks are free by now
+                if error.errno != errno.ENOSPC:  # otherwise another process took some blocks
                     raise
             else:
                 size += blocks * free.f_frsize
@@ -102,7 +102,7 @@ def test_full_disk_keeps_durable_steps_and_recovers(agent_dir, mounted):
         assert "No space left" in problem
         assert ckpt.restore(zeros_like_state(state_at(0))) == 3
         other.unlink()
-        ckpt.session.agent.configure(job.name, durable)  # somebody tells the agent that it may work now
+        ckpt.session.agent.configure(job.name, durable)  # the configuration makes the agent retry at once
         assert ckpt.save(state_at(4), 4).wait("durable", timeout_s=60) is SaveState.DURABLE
     assert not list(Path(disk).rglob("*.staged"))
     job.lose_memory()

@@ -1,7 +1,7 @@
-"""Each item of "what shipped systems get wrong", and each user's pain, that saving and loading on one node touches.
+"""Known defects of shipped systems, and users' pains, that concern save and load on one node.
 
-Those of several nodes' memory, of elastic worlds and of samples (items 6, 10, 11; pains 1 to 5, 11, 12, 14 where they
-speak of replicas, batches or recovery) are the business of other parts.
+Other tests cover the memory of several nodes, elastic worlds and samples (items 6, 10 and 11). They also cover the
+parts of pains 1 to 5, 11, 12 and 14 that concern replicas, batches or recovery.
 """
 
 import os
@@ -113,7 +113,7 @@ def test_2_a_slot_cut_short_is_not_read_as_zeros(agent_dir):
 
 
 def save_apart(name):
-    """Step 1 of rank 1 is damaged: only rank 1 could notice by itself."""
+    """Damage rank 1's part of step 1, which only rank 1 can detect."""
     me = dist.get_rank()
     with Checkpointer(f"tiered://{name}", on_sigterm="ignore") as ckpt:
         for step in range(2):
@@ -172,7 +172,7 @@ def test_4_a_store_that_hangs_does_not_delay_a_save(agent_dir, rclone, rclone_pr
 
 
 def test_4_metadata_is_data(agent_dir, durable):
-    """A pickle where a manifest should be is damage, and is not run."""
+    """A pickle in place of a manifest is reported as damage, and never executed."""
     job = CheckpointJob(agent_dir, durable)
     job.save(0, 1)
     job.lose_memory()
@@ -247,7 +247,7 @@ def test_7_fp8_round_trips_bit_for_bit_through_every_tier(agent_dir, durable, dt
 
 
 def save_unevenly(name):
-    """Rank 1 has a name the others do not have, and looks at the steps when nobody else does."""
+    """Rank 1 saves an extra name, and lists the steps when no other rank does."""
     me = dist.get_rank()
     state = {"w": torch.ones(10)} | ({"extra": torch.full((7,), 3.0)} if me == 1 else {})
     with Checkpointer(f"tiered://{name}", on_sigterm="ignore") as ckpt:
@@ -277,7 +277,7 @@ def test_8_upload_has_the_size_of_the_data_and_not_of_the_slot(agent_dir, durabl
     job = CheckpointJob(agent_dir, durable)
     with job.checkpointer() as ckpt:
         ckpt.save({"w": torch.ones(1 << 20)}, 0).wait("durable")
-        ckpt.save({"w": torch.ones(10)}, 1).wait("durable")  # into a slot that may hold far more
+        ckpt.save({"w": torch.ones(10)}, 1).wait("durable")  # into a slot with a far larger capacity
         slots = sum(path.stat().st_size for path in (agent_dir / "slots").iterdir())
     (shard,) = [path for path in stored(durable, job.name, "*.safetensors") if "000000000001" in str(path)]
     assert shard.stat().st_size == 4096 + 40 < slots
@@ -290,7 +290,7 @@ def save_one_part(name, url):
         ckpt.save({f"own{dist.get_rank()}": torch.ones(10)}, 0).wait("durable")
         dist.barrier()
         if dist.get_rank() == 0:
-            ckpt.save({"own0": torch.ones(10)}, 1, force=True).wait()  # rank 1 never comes to this step
+            ckpt.save({"own0": torch.ones(10)}, 1, force=True).wait()  # rank 1 never reaches this step
             infos = {info.step: info.is_complete for info in ckpt.steps()}
             state = {"own0": torch.zeros(10), "own1": torch.zeros(10)}
             reader = TieredReader(f"tiered://{name}")
@@ -334,7 +334,7 @@ def test_pain_6_memory_is_bounded_and_known_beforehand(agent_dir, monkeypatch):
         assert ckpt.restore(zeros_like_state(state_at(0))) == 19
 
 
-def test_pain_7_a_failed_save_does_not_end_training_and_keeps_the_last_step(agent_dir, monkeypatch):
+def test_pain_7_failed_save_keeps_training_and_the_last_step(agent_dir, monkeypatch):
     monkeypatch.setenv("TIEREDCKPT_AGENT_BUDGET", "8MiB")
     with Checkpointer("tiered://loop", on_sigterm="ignore") as ckpt:
         ckpt.save(state_at(0), 0).wait()

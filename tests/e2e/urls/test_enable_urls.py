@@ -1,4 +1,4 @@
-"""Plain DCP calls that name nothing but a URL, with the real agent, in one process and with two ranks."""
+"""Plain DCP calls with only a URL, with the real agent, in one process and on two ranks."""
 
 import pytest
 import torch
@@ -54,7 +54,7 @@ def test_async_save(agent_dir, urls):
     try:
         for step in range(3):
             future = dcp.async_save(state, checkpoint_id=f"tiered://job/step-{step}")
-            state["w"] += 1  # staged already
+            state["w"] += 1  # already staged
             future.result()
         found = {"w": torch.zeros(1000)}
         dcp.load(found, checkpoint_id="tiered://job")
@@ -84,7 +84,7 @@ def test_other_urls_keep_their_handlers(agent_dir, urls, tmp_path):
 def test_enabled_urls_are_disabled_again():
     with tieredckpt.enable_urls():
         second = tieredckpt.enable_urls()
-    assert _storage_utils.FileSystemWriter is not FileSystemWriter, "somebody else still needs it"
+    assert _storage_utils.FileSystemWriter is not FileSystemWriter, "the second handle is still open"
     second.close()
     second.close()
     assert _storage_utils.FileSystemWriter is FileSystemWriter

@@ -1,6 +1,6 @@
-"""fsspec's own abstract cases (they ship with it), and what they leave out, on ``tiered://``.
+"""fsspec's own abstract tests and the cases that they lack, on ``tiered://``.
 
-In a push each edge case of a glob is copied; in a night it is fetched and put too.
+A push copies each edge case of a glob; a nightly run also gets and puts it.
 """
 
 import fsspec

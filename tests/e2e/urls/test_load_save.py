@@ -1,4 +1,4 @@
-"""``tieredckpt.load`` and ``save``: a state in one call, without a template, also where nothing else has run."""
+"""``tieredckpt.load`` and ``save``: a state in one call, without a template or a prior setup."""
 
 import signal
 
@@ -40,7 +40,7 @@ def state_at(step):
 
 
 def in_order(value):
-    """The order of a dictionary's keys is nothing that a checkpoint keeps."""
+    """Return a value with sorted keys, because a checkpoint does not keep their order."""
     return {key: in_order(value[key]) for key in sorted(value)} if isinstance(value, dict) else value
 
 
@@ -96,7 +96,7 @@ def test_mistakes_are_reported(agent_dir):
 
 
 def test_reading_a_step_is_not_a_rollback(agent_dir):
-    """A process that trains looks at an older step of its own job, and goes on from where it is."""
+    """A training process reads an older step of its own job, and continues from its own step."""
     with tieredckpt.Checkpointer("looked-at") as ckpt:
         for step in (1, 2):
             ckpt.save(state_at(step), step).wait()
@@ -111,7 +111,7 @@ def save_sharded():
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     whole = torch.arange(12.0).view(6, 2)
     tieredckpt.save("sharded", {"m": {"t": distribute_tensor(whole, mesh, [Shard(0)])}, "n": 1}, 4)
-    found = tieredckpt.load("sharded") if dist.get_rank() == 1 else None  # one alone, without the others
+    found = tieredckpt.load("sharded") if dist.get_rank() == 1 else None  # rank 1 alone
     return found is None or (torch.equal(found["m"]["t"], whole) and found["n"] == 1)
 
 
@@ -165,5 +165,5 @@ def test_killed_reader_does_not_count_as_a_crashed_load(agent_dir, tmp_path):
     look = "import os, signal, tieredckpt; tieredckpt.load('looked-at'); os.kill(os.getpid(), signal.SIGKILL)"
     assert run_script(tmp_path, look).returncode == -signal.SIGKILL
     node = open_session("looked-at", load_settings()).agent
-    wait_until(lambda: node.store.status().jobs[0].clients == 1, "the agent sees that it has ended")
+    wait_until(lambda: node.store.status().jobs[0].clients == 1, "the agent notices the end of the process")
     assert [view.crashed_loads for view in node.list_steps("looked-at").views] == [0]

@@ -1,4 +1,4 @@
-"""One storage behind a URL: what one way saved, every other lists and loads."""
+"""One storage behind a URL: every interface lists and loads the saves of all others."""
 
 import multiprocessing
 import os
@@ -101,7 +101,7 @@ def test_step_saved_one_way_is_listed_and_loaded_by_the_others(saved, loaded):
 
 @pytest.mark.parametrize("way", WAYS)
 def test_framework_finds_its_newest_step(way):
-    """torchtitan's and others' way: list, match, and see whether there is a ``.metadata``."""
+    """torchtitan and others list the folder, match names, and look for a ``.metadata`` file."""
     job = f"newest-{way}"
     folder = f"tiered://{job}"
     fs, _ = fsspec.core.url_to_fs(folder)
@@ -161,7 +161,7 @@ def newest(job):
 @pytest.mark.parametrize("saved", WAYS)
 @pytest.mark.parametrize("loaded", ["url", "files", "objects"])
 def test_rollback_by_one_way_applies_to_the_others(loaded, saved):
-    """Step 20 is of a past that the job has left; memory keeps the last two or three."""
+    """Step 20 belongs to an abandoned branch; memory keeps the last two or three steps."""
     job, fs = f"back-{loaded}-{saved}", fsspec.filesystem("tiered")
     save("url", job, 10)
     save("files", job, 20)
@@ -217,7 +217,7 @@ def load_newest_and_save():
 
 
 def test_process_continues_from_the_step_it_loaded(zygote):
-    """Whoever started it has loaded something else, and is no process that trains."""
+    """Its parent process has loaded another step, and does not train."""
     for step in (10, 20):
         save("files", "parent", step)
     running = zygote.start(load_then_start_who_trains)
@@ -227,7 +227,7 @@ def test_process_continues_from_the_step_it_loaded(zygote):
 
 
 def test_resume_points_of_killed_processes_are_dropped():
-    """The latest ones are kept: processes of other namespaces only seem to be gone."""
+    """The newest are kept, because processes of other namespaces may only seem dead."""
     save("url", "killed", 1)
     store = open_session("killed", load_settings()).agent.store
     for started in range(100):
@@ -243,7 +243,7 @@ def end_dcps_process():
     from torch.distributed.checkpoint import _async_process_executor as executor
 
     daemon, executor._CHECKPOINT_PROCESS = executor._CHECKPOINT_PROCESS, None
-    del daemon  # ends it
+    del daemon  # ends the process
 
 
 def save_by_process(steps):
@@ -263,7 +263,7 @@ def test_a_save_by_dcps_own_process_is_found(ranks):
     listed = ranks.run(1, save_by_process, [1])
     assert listed == [["process/step-1"]]
     facts = open_session("process", load_settings()).agent.store.list_shards("process")
-    assert {fact.key.version for fact in facts} == {1}, "as tensors, by this package's writer"
+    assert {fact.key.version for fact in facts} == {1}, "the save must use this package's writer"
 
 
 def test_url_mistaken_for_a_path_is_refused(tmp_path, monkeypatch):
@@ -271,7 +271,7 @@ def test_url_mistaken_for_a_path_is_refused(tmp_path, monkeypatch):
     with tieredckpt.enable_urls(), pytest.raises(CheckpointException, match="checkpoint_id="):
         dcp.save({}, storage_writer=FileSystemWriter("tiered://mangled/step-1"), no_dist=True)
     assert not list(tmp_path.iterdir())
-    Path("tiered://mangled/step-1").mkdir(parents=True)  # as os.makedirs does
+    Path("tiered://mangled/step-1").mkdir(parents=True)  # like os.makedirs
     with pytest.raises(CheckpointException) as failure:
         save("objects", "mangled", 1)
     assert isinstance(failure.value.failures[0][0], UsageError)

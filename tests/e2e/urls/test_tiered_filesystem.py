@@ -84,7 +84,7 @@ def test_attempt_claims_an_epoch_of_the_world_of_its_rank(agent_dir):
 def test_dcps_own_writer_is_used(agent_dir):
     assert type(_storage_utils._storage_setup(None, "tiered://job/step-1")).__name__ == "FsspecWriter"
     assert isinstance(fsspec.filesystem("tiered"), fsspec.AbstractFileSystem)
-    assert not agent_dir.exists(), "nothing is started before something is written"
+    assert not agent_dir.exists(), "no agent starts before a write"
 
 
 def test_save_and_load(agent_dir):
@@ -194,14 +194,14 @@ def test_a_writer_killed_before_the_end(agent_dir, zygote):
 
 
 def write_a_file(space, step, name="__0_0.distcp"):
-    """Of a rank, while another one fails: nobody completes the step, and training goes on."""
+    """Write one rank's file of a step that stays incomplete because another rank failed."""
     space.begin(step)
     with space.writer(step, name) as file:
         file.write(b"x" * 1000)
 
 
 def test_unfinished_saves_release_their_slots(agent_dir):
-    """Only the step before may still be on its way."""
+    """Only the previous step may still be in flight."""
 
     def here():
         return {fact.key.version for fact in space.session.agent.store.list_shards(space.space)}
@@ -210,7 +210,7 @@ def test_unfinished_saves_release_their_slots(agent_dir):
     for step in range(1, 8):
         write_a_file(space, step)
     assert here() == {6, 7}
-    write_a_file(StepFileSpace("job"), 3, "__1_0.distcp")  # of another process, that has gone back
+    write_a_file(StepFileSpace("job"), 3, "__1_0.distcp")  # from another process that has rolled back
     assert here() == {7, 3}
     save(4)
     load(4)

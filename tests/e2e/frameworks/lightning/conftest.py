@@ -1,4 +1,4 @@
-"""Processes that have imported Lightning, and how to compare two runs of one training."""
+"""Processes that have imported Lightning, and an undisturbed run to compare with."""
 
 import pytest
 
@@ -8,7 +8,7 @@ from tests.support.zygote import Zygote
 
 @pytest.fixture(scope="session")
 def lightning_zygote():
-    """Forks processes for these tests only: the first one that it starts makes it import Lightning."""
+    """Return a zygote for these tests only, because its first process imports Lightning."""
     one = Zygote()
     yield one
     one.close()
@@ -16,7 +16,7 @@ def lightning_zygote():
 
 @pytest.fixture(scope="session")
 def undisturbed_run(lightning_zygote, tmp_path_factory):
-    """Losses by step, and a digest of the final state."""
+    """Return the process of an undisturbed run, with losses by step and a digest of the state."""
     from tests.support.lightning_training import fit
 
     with agent_directory() as directory:

@@ -1,4 +1,4 @@
-"""Lightning's Trainer on two ranks: DDP and sharded, SIGTERM to one rank, other numbers of ranks, torn steps."""
+"""Lightning's Trainer on two ranks: DDP, sharded, SIGTERM to one rank, resizes, incomplete steps."""
 
 import os
 import signal
@@ -20,7 +20,7 @@ KINDS = ["plugin", "sharded"]
 
 
 def terminate_rank_one(step):
-    own = {step: partial(os.kill, os.getpid(), signal.SIGTERM)}  # in the middle of the next step
+    own = {step: partial(os.kill, os.getpid(), signal.SIGTERM)}  # during the next step
     return own if os.environ["RANK"] == "1" else {}
 
 
@@ -34,7 +34,7 @@ def digest_and_step(trainer):
 
 @pytest.fixture(scope="module")
 def references(lightning_zygote, tmp_path_factory):
-    """For each strategy, the ends of two undisturbed ranks."""
+    """Return a function that runs two undisturbed ranks once per strategy."""
     found = {}
 
     def run(kind):
@@ -51,7 +51,7 @@ def references(lightning_zygote, tmp_path_factory):
 
 @pytest.mark.parametrize("kind", [pytest.param("plugin", marks=pytest.mark.nightly), "sharded"])
 def test_sigterm_on_one_rank_stops_all_ranks_at_the_same_step(agent_dir, lightning_zygote, references, tmp_path, kind):
-    told = partial(as_rank, strategy=kind, every=100, at=partial(terminate_rank_one, 3))  # while step 4 is computed
+    told = partial(as_rank, strategy=kind, every=100, at=partial(terminate_rank_one, 3))  # during step 4
     first = [one.wait() for one in lightning_zygote.start_world(2, told, tmp_path)]
     assert [one.result for one in first] == [128 + signal.SIGTERM] * 2
     second = [one.wait() for one in lightning_zygote.start_world(2, partial(as_rank, strategy=kind), tmp_path)]
@@ -71,7 +71,7 @@ def test_rank_killed_during_a_save_leaves_the_step_before(agent_dir, lightning_z
     assert torn.status == -signal.SIGKILL
     first[1 - victim].kill()
     first[1 - victim].wait()
-    last = len(torn.lines)  # the other rank may have been sealing that one when it was killed
+    last = len(torn.lines)  # the other rank may have been sealing this step when it was killed
     second = [one.wait() for one in lightning_zygote.start_world(2, sharded, tmp_path)]
     begun = {min(losses_by_step(one.lines)) for one in second}
     assert len(begun) == 1
@@ -92,7 +92,7 @@ def test_other_number_of_ranks_resumes_the_same_state(agent_dir, lightning_zygot
 
 
 def test_rank_zero_saves_alone_on_several_nodes(agent_dir, lightning_zygote, tmp_path):
-    """The nodes of a job exchange their addresses in a save, and the other nodes' ranks do not save."""
+    """Only rank 0 saves, although the nodes of a job usually exchange their addresses in a save."""
     how = {"nodes": 2, "epochs": 1}
     first = [one.wait() for one in lightning_zygote.start_world(2, partial(as_rank, **how), tmp_path)]
     resume = partial(as_rank, **how, inspect=digest_and_step)

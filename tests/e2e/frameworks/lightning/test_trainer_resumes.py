@@ -1,4 +1,4 @@
-"""Lightning's Trainer in one process: killed, damaged, pruned and exported, and every restored bit is the saved one."""
+"""Lightning's Trainer in one process restores the saved bits after kills, damage, pruning and export."""
 
 import os
 import signal
@@ -67,7 +67,7 @@ def test_torn_save_resumes_from_the_step_before(
     first = lightning_zygote.run(fit, tmp_path, environ=crash_environ(f"{point}:4"))
     assert first.status == -signal.SIGKILL
     second = lightning_zygote.run(fit, tmp_path)
-    said = len(first.lines)  # after each save; the seal follows in the background
+    said = len(first.lines)  # a line per save, whose seal follows in the background
     assert_resumed(first, second, undisturbed_run, at=range(said - unsealed, said + 1))
     assert said > 1
 
@@ -134,7 +134,7 @@ def test_weights_only_step_has_no_optimizer(agent_dir, lightning_zygote, tmp_pat
 
 
 def test_weights_replace_no_complete_checkpoint_of_their_step(agent_dir, lightning_zygote, tmp_path):
-    """The callback saves step 4 with everything before ModelCheckpoint saves the weights of step 4."""
+    """The callback saves a complete step 4 before ModelCheckpoint saves its weights."""
     lightning_zygote.run(partial(fit, epochs=1, callbacks=partial(weights_and_last, tmp_path)), tmp_path)
     (weights,) = (tmp_path / "weights").glob("*.ckpt")
     plugin = TieredCheckpointIO(URL)

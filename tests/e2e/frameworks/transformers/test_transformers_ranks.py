@@ -1,4 +1,4 @@
-"""The Transformers ``Trainer`` on several ranks: torn steps, one rank's SIGTERM, another number of ranks."""
+"""The Transformers ``Trainer`` on several ranks: incomplete steps, SIGTERM to one rank, resizes."""
 
 import signal
 
@@ -12,7 +12,7 @@ from tieredckpt import Checkpointer
 
 pytestmark = pytest.mark.e2e
 TWO = {"per_device_train_batch_size": 2}
-"""Each rank's part of a step of four samples."""
+"""Each rank's share of a step of four samples."""
 
 
 def run_ranks(zygote, size, *args, environ=None):

@@ -1,4 +1,4 @@
-"""The Transformers ``Trainer`` in the tiers: killed and started again, it continues bit for bit."""
+"""The Transformers ``Trainer`` with tiers, killed and restarted, continues bit for bit."""
 
 import signal
 from pathlib import Path
@@ -31,12 +31,12 @@ EPOCHS = {
     "logging_steps": 3,
     "eval_strategy": "epoch",
 }
-"""Four steps an epoch, log entries that span saves and the end of an epoch."""
+"""Four steps per epoch, with log entries that span saves and the end of an epoch."""
 
 
 @pytest.fixture(scope="module")
 def in_fresh_tiers(zygote, tmp_path_factory):
-    """Run a training alone, with an agent of its own, once for all tests that compare with it."""
+    """Run a training once per set of options, with a separate agent, for all tests to compare with."""
     done = {}
 
     def run(*options):
@@ -61,7 +61,7 @@ def test_killed_trainer_continues_bit_equal(agent_dir, zygote, tmp_path, in_fres
         expected = values_by_step(undisturbed.lines, kind)
         assert values_by_step(first.lines, kind).items() <= expected.items()
         assert values_by_step(second.lines, kind) == {at: one for at, one in expected.items() if at >= killed}
-    assert expected, "no samples were noted"
+    assert expected, "no samples were recorded"
 
 
 def test_finished_run_trains_no_step(agent_dir, zygote, tmp_path):
@@ -84,7 +84,7 @@ def test_damaged_step_is_noticed_and_the_one_before_is_used(agent_dir, zygote, t
     flip_byte_of_step(5)
     second = zygote.run(train, str(tmp_path))
     assert second.result == undisturbed.result
-    assert min(values_by_step(second.lines)) == 5, "step 4 was not the one to continue from"
+    assert min(values_by_step(second.lines)) == 5, "the run did not resume from step 4"
 
 
 def flip_byte_of_step(step):
