@@ -41,7 +41,7 @@ def run():
             for one in job.started:
                 one.send_signal(signal.SIGKILL)
                 one.wait()
-            wait_until(lambda: not job.pids("ledger_training"))
+            wait_until(lambda: not job.pids("event_log_training"))
             for place in {path.parent for path in job.folder.rglob("agent.lock")}:
                 stop_agent(place)
 
