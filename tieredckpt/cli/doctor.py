@@ -368,7 +368,7 @@ def _about_store(store: ObjectStore, settings: DurableSettings) -> list[CheckRes
         ]
     found = [check_passed("durable tier", f"{store.url}: writes, reads, lists and deletes ({took * 1e3:.0f} ms)")]
     if conditional:
-        found.append(check_passed("conditional put", "honoured: of two writers of one manifest one wins"))
+        found.append(check_passed("conditional put", "honored: of two writers of one manifest one wins"))
     else:
         found.append(
             check_warning(

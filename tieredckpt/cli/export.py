@@ -183,6 +183,12 @@ def _size(source: StepSource, name: str) -> int:
 def _show(out: Console, value: dict[str, Any]) -> None:
     read = " and ".join(f"{show_size(size)} from {tier}" for tier, size in value["read_bytes"].items()) or "nothing"
     files = pluralized(value["files"], "file")
+    if value["format"] == "directory":
+        out.print(
+            f"{literal(value['job'])}/step-{value['step']}: {files} ({show_size(value['size_bytes'])}) at "
+            f"{literal(value['destination'])}, read {read} in {show_seconds(value['seconds'])}"
+        )
+        return
     what = pluralized(value["tensors"], "tensor") + (
         f" and {pluralized(value['objects'], 'object')}" if value["objects"] else ""
     )
