@@ -642,7 +642,7 @@ def _expected(piece: ReadPiece, sent: RangeDigests) -> Iterator[_Expected]:
             for chunk in split_span(span, chunk_bytes, chunk_bytes):
                 number = chunk.start // chunk_bytes
                 size += chunk.stop - chunk.start
-                problem = f"chunk {number} of {record.key} differs from what was sealed"
+                problem = f"chunk {number} of {record.key} does not match its checksum"
                 yield _Expected(size, chunk, record.checksums[8 * number : 8 * number + 8], problem)
         else:
             at = next(digests, len(sent.digests))
