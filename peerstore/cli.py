@@ -1,4 +1,4 @@
-"""The commands ``peerstore serve`` and ``peerstore status``, and the options that every node agent shares."""
+"""Commands ``peerstore serve`` and ``peerstore status``, and the options shared by node agents."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def _parser() -> argparse.ArgumentParser:
     add_serve_arguments(serving)
     serving.set_defaults(run=_serve)
 
-    asking = commands.add_parser("status", parents=[shared], help="what the store of this node holds")
+    asking = commands.add_parser("status", parents=[shared], help="print the state of this node's store")
     asking.add_argument("--json", action="store_true", help="print JSON")
     asking.set_defaults(run=_status)
     return parser

@@ -1,9 +1,11 @@
-"""Commit protocol: a node's view of a job's versions, the leader's count of sealed and replicated parts. Pure.
+"""Commit protocol: a node's view of a job's versions, and the leader's count of their parts.
+
+The module has no threads and does no I/O.
 
 ::
 
     a writer         sealed its part ─┐
-                     or aborted it ───┤ tells its own agent only
+                     or aborted it ───┤ reports only to its own agent
     its agent        ─────────────────┴─> reports the parts that it owns to the commit leader
     commit leader    every part sealed ───────> COMMITTED   ┐
                      every part replicated ───> REPLICATED  ├─ broadcast, stored beside the slots, never revoked
@@ -60,7 +62,10 @@ class JobVersions:
     """Whether shards are replicated, so that only a replicated version supersedes older ones."""
     replicated: VersionId | None = None
     resume_point: ResumePoint | None = None
-    """The version that the job resumed from. Of earlier epochs only it and the replicated version are needed."""
+    """The version that the job resumed from.
+
+    Of earlier epochs, only this version, the replicated version and retained versions are needed.
+    """
     retention: dict[VersionId, RetentionMark] = field(default_factory=dict)
     """Marks of versions that newer ones must not evict, or no longer must not."""
     dropped: set[VersionId] = field(default_factory=set)
@@ -188,7 +193,7 @@ class JobVersions:
     def apply_retention(
         self, said: Collection[RetentionMark], whole: Callable[[], Collection[VersionId]] = tuple
     ) -> bool:
-        """Apply marks that retain versions, or no longer do; raise :class:`TooManyRetainedError` beyond the limit.
+        """Apply marks that retain or release versions; raise :class:`TooManyRetainedError` over the limit.
 
         The limit counts versions, not attempts. A complete attempt (in ``whole``) releases earlier ones, and so does an
         abort.
@@ -214,7 +219,7 @@ class JobVersions:
         return True
 
     def resume_from(self, base: ResumePoint, here: Collection[int]) -> None:
-        """Record that the job resumed from a version; later committed versions belong to a branch that it left."""
+        """Record the version that the job resumed from, and drop committed versions that it abandons."""
         self.resume_point = base
         self.committed = {group: parts for group, parts in self.committed.items() if not base.abandons(group)}
         if self.replicated is not None and base.abandons(self.replicated):
@@ -261,7 +266,10 @@ class JobVersions:
         return retained_versions([one.version_id for one in self.retention.values() if one.retained], whole)
 
     def needed(self, whole: Collection[VersionId]) -> set[VersionId]:
-        """Return the versions that are not evicted for lack of memory: complete ones, less those of left branches."""
+        """Return the versions that lack of memory does not evict.
+
+        These are the complete versions, except those of branches that the job left.
+        """
         if not self.requires_replication or self.resume_point is None:
             return set(whole)
         resumable = {self.resume_point.version_id, self.replicated or self.resume_point.version_id}
@@ -348,9 +356,10 @@ def is_superseded(group: VersionId, safe: VersionId | None, kept: Collection[Ver
 
 
 def is_abandoned(group: VersionId, epoch: int, whole: Collection[VersionId], safe: VersionId | None) -> bool:
-    """Return whether an incarnation before ``epoch`` left the version unfinished; it may be evicted if memory is short.
+    """Return whether an incarnation before ``epoch`` left the version unfinished.
 
-    The ``safe`` version counts as complete, even if this node has not all parts and received no decision.
+    Such a version may be evicted if memory is short. The ``safe`` version counts as complete, even if this node does
+    not have all parts and received no decision.
     """
     return group.epoch < epoch and group not in whole and group != safe
 
@@ -449,11 +458,11 @@ class _VersionReports:
 
 
 class PartsTally:
-    """Count of sealed and replicated parts per version, on the commit leader. Its loss costs repeated reports.
+    """Count of sealed and replicated parts per version, on the commit leader.
 
     A node's report counts while the node lives. When the node dies or restarts, another node owns its parts, or the
     node reports again. Otherwise a version could count as replicated although a part was lost with its last holder.
-    Only an abort stays forever.
+    Only an abort stays forever. When the leader dies, the nodes repeat their reports to the next leader.
     """
 
     def __init__(self) -> None:
@@ -516,7 +525,7 @@ def commit_leader(living: Mapping[str, object] | Collection[str], standby: Colle
 
 
 def broadcast_targets(living: Iterable[str], me: str) -> list[str]:
-    """Return the nodes that the leader sends a decision to: all nodes of a small job, a sample of a large one.
+    """Return the nodes to send a decision to: all nodes of a small job, a sample of a large one.
 
     Pings spread the decision to all nodes within a few periods, which is faster than thousands of messages.
     """

@@ -35,8 +35,9 @@ class ProcessIdentity(NamedTuple):
 
     @property
     def is_alive(self) -> bool:
-        """Whether the process runs. A process that cannot be checked counts as alive, such as one of
-        another namespace.
+        """Whether the process runs.
+
+        A process that cannot be checked counts as alive, for example a process of another namespace.
         """
         try:
             return self.pid <= 0 or process_start_time(self.pid) == self.start_time
@@ -78,7 +79,7 @@ def trusted_users(directory: Path, *, named: bool = False, setting: str = "agent
         what = f"a directory with mode {mode:04o}" if folder else "no directory (a link is none)"
         raise PermissionError(
             f"{directory} is {what} that belongs to user {found.st_uid}: it must be a directory of user {os.getuid()} "
-            f"or root that nobody else can write to. Remove it, or choose another directory ({setting})"
+            f"or root that no other user can write to. Remove it, or choose another directory ({setting})"
         )
     return frozenset(trusted)
 
@@ -162,10 +163,10 @@ _END = b"\0"
 
 
 def handle_signals(calls: Mapping[int, Callable[[], None]]) -> Callable[[], None]:
-    """Call the functions in a thread when their signals arrive; return a function that restores the handlers.
+    """Call the functions in a thread on their signals; return a function that restores the handlers.
 
-    Only the main thread may call it. A process need not restore the handlers before it exits: the interpreter's exit
-    ignores these signals, so that a late signal does not change the exit status.
+    Only the main thread may call it. A process need not restore the handlers before it exits. The exiting
+    interpreter ignores these signals, so a late signal does not change the exit status.
     """
     read_end, write_end = os.pipe2(os.O_CLOEXEC)
     os.set_blocking(write_end, False)

@@ -65,7 +65,10 @@ def inherit_deadline(work: Callable[..., T]) -> Callable[..., T]:
 
 
 def run_within_deadline(work: Callable[[], T], late: Callable[[], Exception]) -> T:
-    """Return the result of ``work``, or raise ``late()`` at the deadline; ``work`` then continues in its thread."""
+    """Return the result of ``work``, or raise ``late()`` at the deadline.
+
+    After the deadline, ``work`` continues in its thread.
+    """
     if math.isinf(_ends.get()):
         return work()
     done: Future[T] = Future()

@@ -1,4 +1,4 @@
-"""The package's errors, grouped by what the caller can do about each; they travel between processes by name.
+"""Errors of the package, grouped by the reaction that they call for.
 
 ::
 
@@ -83,7 +83,10 @@ class JobNotJoinedError(UnavailableError):
 
 
 class ShardUnreadableError(UnavailableError):
-    """The shard exists and cannot be read now: too many open files, no memory, an I/O error. It is not damaged."""
+    """The shard exists and is not damaged, but cannot be read now.
+
+    Possible causes are too many open files, too little memory, and I/O errors.
+    """
 
 
 class NoQuorumError(UnavailableError):

@@ -1,4 +1,4 @@
-"""Typed msgpack messages, and length-prefixed frames on a Unix socket that can carry an open file descriptor.
+"""Typed msgpack messages, and frames on a Unix socket that can carry an open file descriptor.
 
 msgspec prepares a type at its first decoding, and two threads that do so at once crash the process (seen with 0.22).
 This module serializes that step.

@@ -1,4 +1,4 @@
-"""Addresses, interfaces and link speeds of this machine, and a warning when a peer's link is far below its speed."""
+"""Addresses, interfaces and link speeds of this machine, and warnings about slow paths to peers."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def is_loopback_host(host: str) -> bool:
 
 
 def resolve_host(host: str, port: int, *, within_s: float) -> list[AddressInfo]:
-    """Return the addresses of ``host``; raise :class:`PeerUnreachableError`, even if no name server responds."""
+    """Return the addresses of ``host``; raise :class:`PeerUnreachableError` if that fails or is late."""
     with contextlib.suppress(socket.gaierror):
         return _look_up(host, port, socket.AI_NUMERICHOST)
     answers: queue.SimpleQueue[list[AddressInfo] | Exception] = queue.SimpleQueue()
@@ -71,9 +71,9 @@ def resolve_host(host: str, port: int, *, within_s: float) -> list[AddressInfo]:
     try:
         answer = answers.get(timeout=within_s)
     except queue.Empty:
-        raise PeerUnreachableError(f"nobody said within {within_s:g} s where {host!r} is") from None
+        raise PeerUnreachableError(f"{host!r} was not resolved within {within_s:g} s") from None
     if isinstance(answer, Exception):
-        raise PeerUnreachableError(f"it is not known where {host!r} is: {answer}") from answer
+        raise PeerUnreachableError(f"cannot resolve {host!r}: {answer}") from answer
     return answer
 
 
@@ -160,7 +160,10 @@ def _ipv4_of(interface: str) -> list[str]:
 
 
 def _ipv6() -> list[tuple[str, str]]:
-    """Return (interface, address) of every IPv6 address except link-local ones, which other hosts cannot use."""
+    """Return (interface, address) of every IPv6 address that is not link-local.
+
+    Other hosts cannot use link-local addresses.
+    """
     try:
         lines = Path("/proc/net/if_inet6").read_text().splitlines()
     except OSError:

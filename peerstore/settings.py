@@ -1,4 +1,7 @@
-"""Settings of a node's store and of a job's replication. The only module here that reads the environment."""
+"""Settings of a node's store and of a job's replication.
+
+No other module of this package reads the environment.
+"""
 
 from __future__ import annotations
 
@@ -48,12 +51,12 @@ class StoreSettings:
         if self.slots_per_part < 1 or self.burst_slots < 0:
             raise RequestError(
                 f"slots_per_part={self.slots_per_part}, burst_slots={self.burst_slots}: a writer needs at least one "
-                "slot (two to keep its last version while it writes the next), and no fewer than 0 extra ones"
+                "slot. Two slots keep its last version while it writes the next. burst_slots must not be negative"
             )
         for name in ("lease_grace_s", "job_ttl_s"):
             seconds = getattr(self, name)
             if not (math.isfinite(seconds) and seconds >= 0):
-                raise RequestError(f"{name}={seconds}: write a number of seconds from 0 on")
+                raise RequestError(f"{name}={seconds}: write a number of seconds that is not negative")
 
 
 @dataclass(frozen=True)
@@ -93,7 +96,10 @@ def default_agent_paths(environ: Mapping[str, str] = os.environ) -> AgentPaths:
 
 
 def parse_budget(text: str, *, memory_bytes: int | None = None) -> int:
-    """Return ``text`` ("64GiB", "30%", "123") in bytes; a share is of the memory that this process may use."""
+    """Return ``text`` ("64GiB", "30%", "123") in bytes.
+
+    A share is of the memory that this process may use.
+    """
     share = _SHARE.fullmatch(text)
     if share is None:
         try:

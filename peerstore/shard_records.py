@@ -1,4 +1,4 @@
-"""Validated names, and the records that the store writes next to its slots and sends to other processes."""
+"""Validated names, and records that the store writes next to its slots and sends."""
 
 from __future__ import annotations
 
@@ -36,10 +36,11 @@ def clock_ms() -> int:
 
 
 def next_epoch(known: int, at_least: int, *, reserved: int = 1) -> int:
-    """Return the epoch of a new incarnation: ``reserved`` above ``known``, the newest one, and not below ``at_least``.
+    """Return the epoch of a new incarnation.
 
-    ``at_least`` is the current time, or an epoch that a coordinator allocated. So a later incarnation has the greater
-    epoch even if earlier ones were forgotten.
+    It is ``reserved`` above ``known``, the newest epoch, and not below ``at_least``. ``at_least`` is the current time,
+    or an epoch that a coordinator allocated. So a later incarnation has the greater epoch even if earlier ones were
+    forgotten.
     """
     return max(known + reserved, at_least)
 
@@ -193,10 +194,10 @@ class PinResponse(msgspec.Struct, frozen=True):
 
 
 class Pin:
-    """A guarantee that a sealed shard does not change until it is unpinned, with its file open for reading.
+    """Guarantee that a sealed shard does not change until it is unpinned.
 
-    The file stays valid even if the store ends: it is never shortened, and not written again while a process may have
-    it open. :meth:`close` closes it, or the garbage collection of the pin.
+    The shard's file is open for reading. It stays valid even if the store ends: it is never shortened, and not written
+    again while a process may have it open. :meth:`close` closes it, or the garbage collection of the pin.
     """
 
     def __init__(self, pin_id: str, record: ShardRecord, fd: int) -> None:
@@ -252,7 +253,7 @@ class ExpiredJob(msgspec.Struct, frozen=True):
 
 
 class UnrecognizedSlot(msgspec.Struct, frozen=True):
-    """A slot of another release, or one that cannot be opened: it stays, and no writer uses it."""
+    """A slot of another release, or a slot that cannot be opened: it stays, and no writer uses it."""
 
     name: str
     size_bytes: int

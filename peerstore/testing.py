@@ -1,4 +1,4 @@
-"""Test support: an in-memory network with a controllable clock and named faults, and a store without files.
+"""Test support: an in-memory network with faults and a controllable clock, a store without files.
 
 ::
 
@@ -117,7 +117,7 @@ class MemoryNetwork:
         with self._lock:
             address = f"{host or node}:{next(self._ports) if port == '0' else port}"
             if address in self._listeners:
-                raise OSError(errno.EADDRINUSE, f"somebody listens at {address} already")
+                raise OSError(errno.EADDRINUSE, f"{address} is in use already")
             listener = self._listeners[address] = MemoryListener(
                 self, node, address, ConnectionThreads(serve, most=1024)
             )
@@ -133,7 +133,7 @@ class MemoryNetwork:
         with self._lock:
             listener = self._listeners.get(address)
             if listener is None:
-                raise PeerUnreachableError(f"{address} cannot be reached: nobody listens there")
+                raise PeerUnreachableError(f"{address} cannot be reached: no process listens there")
             there, back = self._way(node, listener.node), self._way(listener.node, node)
             if not (there.open and back.open):
                 raise PeerUnreachableError(f"{address} cannot be reached from {node}: the way is cut")

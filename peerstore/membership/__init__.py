@@ -1,1 +1,1 @@
-"""Membership of a job: its nodes, their failure domains, and which of them are alive. No threads, no sockets."""
+"""Membership of a job: its nodes, their failure domains, and which of them are alive."""

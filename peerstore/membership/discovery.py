@@ -87,8 +87,8 @@ class HeadlessServiceDns:
     The service should have ``publishNotReadyAddresses: true``. Otherwise pods that are not ready are missing from the
     list, and the quorum counts only ready pods.
 
-    DNS has no versions. The first result has version 1. After a change the version is the time at which it was seen, in
-    milliseconds, so that the list of the node that saw a change last is the newest one.
+    DNS has no versions. The first result has version 1. After a change, the version is the time at which this node saw
+    it, in milliseconds. So the list of the last node that saw a change is the newest one.
     """
 
     def __init__(
@@ -176,9 +176,10 @@ class _MembersFileContent(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class MembersFile:
-    """A JSON file ``{"version": 3, "nodes": [{"id", "address", "labels": {}, "memory_bytes"}]}``, read at each call.
+    """A JSON file with a versioned list of nodes, read at each call.
 
-    Each change of the file must raise its version and replace it by a rename, so that it is never read half-written.
+    Its format is ``{"version": 3, "nodes": [{"id", "address", "labels": {}, "memory_bytes"}]}``. Each change of the
+    file must raise its version and replace it by a rename, so that it is never read half-written.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -207,7 +208,7 @@ def read_member_json(path: Path, kind: type[T]) -> T:
         with path.open("rb") as file:
             text = file.read(_MAX_BYTES + 1)
         if len(text) > _MAX_BYTES:
-            raise RequestError(f"{path} is longer than {_MAX_BYTES >> 20} MiB, so it is no list of nodes")
+            raise RequestError(f"{path} is longer than {_MAX_BYTES >> 20} MiB, so it is not a list of nodes")
         return from_json(text, kind)
     except msgspec.ValidationError as error:
         raise RequestError(f"{path} is not a list of nodes: {error}") from error

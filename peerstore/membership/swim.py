@@ -39,7 +39,7 @@ FencingToken = tuple[NonNegativeInt, str]
 class MemberState(str, Enum):
     ALIVE = "alive"
     SUSPECT = "suspect"
-    """It did not answer. It counts as a holder of replicas until it is dead, but not for a quorum."""
+    """It did not answer. Until dead, it counts as a holder of replicas, but not for a quorum."""
     DEAD = "dead"
 
 
@@ -148,7 +148,7 @@ class MembershipSettings:
                 raise RequestError(f"{name}={seconds}: write a number of seconds above 0")
         for name, least in (("suspect_after", 1), ("ring_neighbours", 1), ("gossip_max", 4)):
             if getattr(self, name) < least:
-                raise RequestError(f"{name}={getattr(self, name)}: write a number from {least} on")
+                raise RequestError(f"{name}={getattr(self, name)}: write a number of at least {least}")
 
 
 @dataclass(slots=True)
@@ -238,7 +238,10 @@ class PingToSend(NamedTuple):
 
 
 class IndirectPingToSend(NamedTuple):
-    """A request that ``helper`` ping ``node``, which did not answer; the caller reports ``indirect_ack`` on success."""
+    """A request that ``helper`` ping ``node``, which did not answer.
+
+    The caller reports ``indirect_ack`` on success.
+    """
 
     helper: PeerNode
     node: NodeId
@@ -470,7 +473,10 @@ class SwimMembership:
         return self._cached_alive[1]
 
     def node(self, name: NodeId) -> PeerNode | None:
-        """Return a listed node as it describes itself, or as listed if it is dead; ``None`` if it is not listed."""
+        """Return a listed node; ``None`` if it is not listed.
+
+        A dead node is returned as listed, any other node as it describes itself.
+        """
         if name == self._me.node.id:
             return self._me.node if self._is_listed else None
         member = self._members.get(name)
@@ -494,10 +500,11 @@ class SwimMembership:
 
     @property
     def has_quorum(self) -> bool:
-        """Whether this node sees enough listed nodes alive to decide for the job. See :meth:`MemberList.has_quorum`.
+        """Whether this node sees enough listed nodes alive to decide for the job.
 
-        It is only as current as failure detection: a side that was just disconnected needs a few periods to notice. An
-        action that must not happen on two sides even then needs the acknowledgment of each node of a quorum.
+        See :meth:`MemberList.has_quorum`. It is only as current as failure detection: a side that was just disconnected
+        needs a few periods to notice. An action that must not happen on two sides even then needs the acknowledgment of
+        each node of a quorum.
         """
         return not self._why_no_quorum()
 
@@ -577,7 +584,10 @@ class SwimMembership:
         return now
 
     def _ring_targets(self) -> list[NodeId]:
-        """Return the next living nodes on the ring, and as many suspects, which need to learn of the suspicion."""
+        """Return the next living nodes on the ring, and up to the same number of suspects.
+
+        A suspect must receive the suspicion to refute it.
+        """
         alive: list[NodeId] = []
         suspects: list[NodeId] = []
         for name in self._ring:
@@ -624,7 +634,7 @@ class SwimMembership:
         self.changes += 1
 
     def _limit_to_suspect(self, now: float, update: MemberUpdate) -> MemberUpdate:
-        """Reduce another node's report of a death to a suspicion if the node has just sent a message to this one.
+        """Reduce a reported death to a suspicion if the node has just sent a message to this node.
 
         The node can refute the suspicion; otherwise it becomes dead after the usual time.
         """

@@ -1,4 +1,4 @@
-"""Nodes, addresses, failure domains, and the versioned member list with its quorum, partitions and delegates. Pure.
+"""Nodes, failure domains, and the member list with its quorum, partitions and delegates.
 
 The nodes are split into about ``sqrt(n)`` partitions of about ``sqrt(n)`` nodes. A node queries the nodes of its own
 partition directly, and one member of every other partition, its delegate there, which queries that partition::
@@ -79,7 +79,7 @@ _HOST = re.compile(r"\[[0-9A-Fa-f:.]+\]|[^\s:/\[\],=]+")
 
 
 def validate_address(text: str) -> str:
-    """Return ``host:port`` (``[::1]:7070`` for IPv6) unchanged; raise :class:`RequestError` if it is invalid."""
+    """Return ``host:port`` (``[::1]:7070`` for IPv6); raise :class:`RequestError` if it is invalid."""
     host, _, port = text.rpartition(":")
     if not _HOST.fullmatch(host) or not (port.isascii() and port.isdigit() and 0 < int(port) < 1 << 16):
         raise RequestError(
@@ -115,10 +115,10 @@ _LINE = re.compile(r'([^=\s]+)=("(?:[^"\\]|\\.)*")')
 
 
 def labels_from_kubernetes(labels: Mapping[str, str]) -> DomainLabels:
-    """Return the known labels of ``rack`` (the machine's network layer), ``switch``, ``spine`` and ``zone``.
+    """Return the labels for ``rack``, ``switch``, ``spine`` and ``zone`` that are set.
 
-    Works for plain Kubernetes and for managed clusters, which use the same labels. Labels with these short names
-    override them. All other labels are ignored.
+    The rack is the network layer that the machine is attached to. Works for plain Kubernetes and for managed clusters,
+    which use the same labels. Labels with these short names override them. All other labels are ignored.
     """
     layers = filter(None, (labels.get(layer) for layer in _LAYERS))
     found = dict(zip(_LEVELS, layers, strict=False))
@@ -128,10 +128,10 @@ def labels_from_kubernetes(labels: Mapping[str, str]) -> DomainLabels:
 
 
 def load_node_labels(text: str) -> DomainLabels:
-    """Return labels from ``rack=r1,zone=a``, or from ``file:/path`` with the labels of a Kubernetes node or pod.
+    """Return labels from ``rack=r1,zone=a``, or from ``file:/path`` with Kubernetes labels.
 
-    The file is the output of ``kubectl get node NAME -o json``, the labels alone as JSON, or the downward API's file
-    for ``metadata.labels``.
+    The file has the labels of a node or pod. It is the output of ``kubectl get node NAME -o json``, the labels alone as
+    JSON, or the downward API's file for ``metadata.labels``.
     """
     if not text.startswith(_FILE):
         return parse_labels(text)
@@ -244,13 +244,13 @@ class MemberList(msgspec.Struct, frozen=True):
     nodes: tuple[PeerNode, ...]
     """Nodes sorted by id."""
     standby: tuple[NodeId, ...] = ()
-    """Nodes without a rank, sorted: they store replicas if the other nodes do not suffice, and have no vote."""
+    """Nodes without a rank, sorted; they have no vote, and store replicas only if necessary."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.version < 1 << 62:
             raise RequestError(f"member list version {self.version} is not allowed: versions count up from 0")
         if not self.nodes:
-            raise RequestError("a member list without nodes says nothing: not to know the nodes is another answer")
+            raise RequestError("a member list needs at least one node")
         for node in self.nodes:
             validate_node_id(node.id)
         for one, next_one in zip(self.nodes, self.nodes[1:], strict=False):
@@ -262,7 +262,7 @@ class MemberList(msgspec.Struct, frozen=True):
         if strangers := sorted(set(self.standby) - {node.id for node in self.nodes}):
             raise RequestError(f"standby node {strangers[0]!r} is not in the roster")
         if len(self.standby) == len(self.nodes):
-            raise RequestError("a roster of standby nodes alone has nobody who may decide")
+            raise RequestError("a roster needs at least one node that is not a standby node")
 
     @property
     def voters(self) -> int:

@@ -10,9 +10,9 @@ segments that it receives. This takes 1/g of a shard of memory, where a replica 
 No two segments of a shard are in one parity, and no segment is stored on its shard's node. So each segment of a lost
 shard is its parity XOR the survivors' segments in that parity. With g = 1 a parity is a copy of the other node's shard.
 
-Segments are whole chunks and start at the beginning of their parity; a shorter segment counts as padded with zeros. A
-shard's segments depend only on its size and the members, so that a node can send them before it knows the other nodes'
-shards. Segments are not stored or sent: they are computed from the records and cannot contradict them.
+Segments consist of complete chunks and start at the beginning of their parity. A shorter segment counts as padded with
+zeros. A shard's segments depend only on its size and the members, so that a node can send them before it knows the
+other nodes' shards. Segments are not stored or sent: they are computed from the records and cannot contradict them.
 
 The caller passes the readers: ``read(start, stop)`` returns these bytes of a shard or of a parity, or raises. Memory is
 bounded by one chunk per member of the group, for shards of any size. All returned bytes were compared with a checksum
@@ -68,7 +68,10 @@ class ParityLayout(NamedTuple):
 
 
 class Stripe(msgspec.Struct, frozen=True):
-    """One shard of each member of a group, protected together; invalid combinations raise :class:`RequestError`."""
+    """One shard of each member of a group, protected together.
+
+    Invalid combinations raise :class:`RequestError`.
+    """
 
     number: int
     """Number of the stripe among those of one version in one group."""
@@ -173,7 +176,7 @@ def _check_stripe(stripe: Stripe) -> None:
     if len({(shard.key.job, shard.key.version_id, shard.parts, shard.chunk_bytes) for shard in shards}) > 1:
         raise RequestError(f"not of one version, or not in chunks of one size: {_shard_names(shards)}")
     if len({shard.key.part for shard in shards}) < len(shards):
-        raise RequestError(f"one shard on two nodes: {_shard_names(shards)}. Copies are no parts of a stripe")
+        raise RequestError(f"one shard on two nodes: {_shard_names(shards)}. A stripe cannot contain copies")
 
 
 def _shard_names(shards: list[ShardRecord]) -> str:
@@ -254,7 +257,7 @@ class _Source(NamedTuple):
         stop = min(start + self.chunk_bytes, self.size_bytes)
         data = self.read(start, stop)
         if len(data) != stop - start:
-            raise ShardDamagedError(f"{self.name}: bytes {start} to {stop} were asked for, {len(data)} bytes came")
+            raise ShardDamagedError(f"{self.name}: requested bytes {start} to {stop}, received {len(data)} bytes")
         return data
 
     def matches(self, inside: int, data: BytesLike) -> bool:
@@ -285,7 +288,7 @@ def _segment_sources(
     """Return the sources of a lost segment: its parity first, then the other segments in it."""
     record, read = records.get(segment.keeper), kept.get(segment.keeper)
     if record is None or read is None:
-        raise ShardNotFoundError(f"the parity on node {segment.keeper} is needed, and is not there with its record")
+        raise ShardNotFoundError(f"the parity on node {segment.keeper} is needed, but it or its record is missing")
     size, chunk_bytes = record.size_bytes, record.stripe.chunk_bytes
     whole = range(chunk_count(size, chunk_bytes))
     others = (other for other in record.stripe.parity(record.keeper).segments if other.member != segment.member)
@@ -329,7 +332,7 @@ def _rebuild_chunk(lost: ShardRecord, index: int, inside: int, sources: list[_So
 def _matching_records(
     member: NodeId, parities: Iterable[ParityRecord]
 ) -> tuple[dict[NodeId, ParityRecord], ShardRecord]:
-    """Return the records that include ``member``'s shard, by keeper, and that shard; raise if they disagree."""
+    """Return the records with ``member``'s shard, by keeper, and the shard; raise if they disagree."""
     described = [(record, record.stripe.shard(member)) for record in parities]
     records = {record.keeper: record for record, shard in described if shard is not None}
     found = {shard for _, shard in described if shard is not None}

@@ -271,7 +271,7 @@ class ParityStore:
             try:
                 self._membership.client_for(member).call("parity_status", note, type(None), timeout_s=5.0)
             except (PeerStoreError, OSError) as error:  # the member repeats its report
-                log.debug("job %s: %s was not told of its parity: %s", self._job, member, error)
+                log.debug("job %s: %s did not receive the status of its parity: %s", self._job, member, error)
         return size
 
     @property
@@ -330,7 +330,7 @@ class ShardRebuilder:
         rows = parity_sets_for(shard.key, [kept for kept, _ in parities.values()], held=sources.__contains__)
         if not rows and silent:
             raise PeerUnreachableError(
-                f"{shard.key} is not rebuilt while {', '.join(silent)} cannot be asked for parities"
+                f"cannot rebuild {shard.key} while parities on {', '.join(silent)} are unreachable"
             )
         if not rows:
             raise ShardNotFoundError(f"the parities on {', '.join(sorted(nodes))} do not give {shard.key} back")

@@ -337,7 +337,13 @@ class ParityStrategy:
         try:
             stake = self._membership.client_for(member).call("report_stripe", note, ParityStatus, timeout_s=5.0)
         except (PeerStoreError, OSError) as error:
-            log.debug("job %s: %s was not told of version %d: %s", self._job, member, note.version_id.version, error)
+            log.debug(
+                "job %s: %s did not receive the report on version %d: %s",
+                self._job,
+                member,
+                note.version_id.version,
+                error,
+            )
             self._retry_at[member] = now + PARITY_RETRY_S
             with self._changed:
                 fresh.at, fresh.why = float("-inf"), f"{member}: {error}"

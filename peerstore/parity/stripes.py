@@ -213,7 +213,7 @@ def _parities(looked: NodeInventory | None) -> tuple[ParityInfo, ...]:
 def parity_sets_for(
     key: ShardKey, parities: Iterable[ParityRecord], *, held: Callable[[ShardKey], bool]
 ) -> list[tuple[NodeId, tuple[ParityRecord, ...]]]:
-    """Return complete sets of parities that restore a shard, one set per stripe, with the shard's member in it.
+    """Return complete sets of parities that restore a shard, one per stripe, with the shard's member.
 
     Of two parities on one node, the better one needs no other lost shard (``held``); then the one with more shards,
     which was made later.
@@ -243,7 +243,10 @@ def parity_sets_for(
 def versions_being_rebuilt(
     parts: Mapping[VersionId, Collection[int]], in_all: Mapping[VersionId, int], facts: Iterable[ParityInfo]
 ) -> dict[VersionId, set[int]]:
-    """Return versions newer than the newest complete one that rebuilds will complete, and the rebuilt parts."""
+    """Return the versions that rebuilds will complete, and their rebuilt parts.
+
+    Only versions newer than the newest complete version are included.
+    """
     coming = rebuildable_parts(facts, parts)
     found = {}
     for group in sorted(parts, reverse=True):
@@ -346,7 +349,10 @@ class ShardSources:
         self.bytes_read = 0
 
     def reader(self, record: ShardRecord, nodes: Sequence[str], *, stop: int | None = None) -> FetchBytes:
-        """Return a reader of ``record`` up to ``stop``, from this node if it is in ``nodes``, else from the others."""
+        """Return a reader of ``record`` up to ``stop``.
+
+        It reads from this node if it is in ``nodes``, otherwise from the other nodes.
+        """
         fetch = self._local_reader(record) if self._me in nodes else self._remote_reader(record, nodes)
         window = max(1, READ_AHEAD_BYTES // record.chunk_bytes) * record.chunk_bytes
         return ReadAhead(fetch, record.size_bytes if stop is None else stop, window, self._pool).read
@@ -426,7 +432,9 @@ def write_parity(
         )
         record = parity_shard_record(stripe, keeper, sums, time.time_ns())
         if len(record.meta) > MAX_REPLICA_META_BYTES:
-            raise RequestError(f"{record.key}: what it is made of takes {len(record.meta)} bytes to tell")
+            raise RequestError(
+                f"{record.key}: {len(record.meta)} bytes of meta, at most {MAX_REPLICA_META_BYTES} are kept"
+            )
         store.seal_parity(lease.id, record)
     except BaseException:
         store.release(lease.id)
@@ -445,7 +453,10 @@ def write_rebuilt_shard(
     holders: tuple[str, ...],
     stopped: StopCheck,
 ) -> bool:
-    """Rebuild a lost shard, bit-exact, as a copy with these ``holders``; return ``False`` if it is stored already."""
+    """Rebuild a lost shard, bit-exact, as a copy with these ``holders``.
+
+    Return ``False`` if the shard is stored already.
+    """
     lease = store.begin_replica(shard, whole=True)
     if lease is None:
         return False
@@ -483,6 +494,6 @@ def _write_chunks(
             view[start : start + len(data)] = data
             expected = checksums.chunk_checksum(data)
             if checksums.chunk_checksum(view[start : start + len(data)]) != expected:
-                raise ShardDamagedError(f"chunk {number} of {lease.key} changed on its way into memory")
+                raise ShardDamagedError(f"chunk {number} of {lease.key} changed while it was written to memory")
             sums += expected.to_bytes(8, "little")
     return bytes(sums)

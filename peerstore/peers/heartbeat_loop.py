@@ -1,4 +1,4 @@
-"""SWIM with a clock, threads and connections: heartbeats, gossip, discovery, and the members alive right now."""
+"""SWIM membership with a clock, threads and connections: heartbeats, gossip and discovery."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class HeartbeatLoop:
         self._pings_in_flight: set[str] = set()
         """Nodes with a ping in flight."""
         self._ping_again: set[str] = set()
-        """Nodes with a ping in flight that a new member list wants pinged again: that reply may predate the list."""
+        """Nodes to ping again, because the reply in flight may predate the newest member list."""
         self._cached_alive: tuple[int, Mapping[str, PeerNode]] = (-1, {})
         self._was_resolved = False
         self._stop = threading.Event()
@@ -169,9 +169,9 @@ class HeartbeatLoop:
         with self._lock:
             if not self._members.has_quorum:
                 raise NoQuorumError(
-                    f"job {self._credentials.job} cannot go on from here: this node "
-                    f"{self._members.explain_quorum()}. When the "
-                    "others are gone for good, say so where the list of nodes comes from"
+                    f"job {self._credentials.job} cannot start a new incarnation: this node "
+                    f"{self._members.explain_quorum()}. If the other nodes are permanently lost, remove them from the "
+                    "list of nodes"
                 )
 
     def wait_quorum(self, timeout_s: float) -> bool:
@@ -303,7 +303,7 @@ class HeartbeatLoop:
         try:
             self.set_member_list(discovery.member_list())
         except PeerStoreError as error:
-            log.warning("job %s: who belongs to it could not be found out: %s", self._credentials.job, error)
+            log.warning("job %s: cannot discover its nodes: %s", self._credentials.job, error)
 
     def _send(self, pings: Iterable[PingToSend]) -> None:
         """Queue the pings, at most one per node.

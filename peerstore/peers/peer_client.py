@@ -54,9 +54,10 @@ class PeerConnection:
         timeout_s: float = _RESPONSE_S,
         until: float | None = None,
     ) -> Any:
-        """Send a request and return the response as ``result``; its payload must fill the views ``into`` exactly.
+        """Send a request and return the response as ``result``.
 
-        ``until`` is the monotonic time at which the call fails even if a response has begun.
+        The response's payload must fill the views ``into`` exactly. ``until`` is the monotonic time at which
+        the call fails, even if a response has begun.
         """
         self.send(op, body, payload)
         return self.receive_response(op, result, into=into, timeout_s=timeout_s, until=until)
@@ -71,7 +72,7 @@ class PeerConnection:
         timeout_s: float = _RESPONSE_S,
         until: float | None = None,
     ) -> Any:
-        """Return the response to the oldest request without one: responses arrive in the order of the requests.
+        """Return the response to the oldest unanswered request; responses arrive in request order.
 
         ``watch`` receives the decoded response and returns a callback for the progress of the payload.
         """
@@ -85,8 +86,8 @@ class PeerConnection:
         decoded = message_codec.decode_message(answer.body, result)
         if incoming.payload_bytes != sum(map(len, into)):
             raise ProtocolError(
-                f"{self._channel.peer} answered {op!r} with {incoming.payload_bytes} bytes, {sum(map(len, into))} were "
-                "asked for"
+                f"{self._channel.peer} answered {op!r} with {incoming.payload_bytes} bytes instead of the requested "
+                f"{sum(map(len, into))} bytes"
             )
         self._channel.receive_into(into, watch(decoded) if watch is not None else None)
         return decoded
@@ -174,7 +175,7 @@ class PeerClient:
         if not self.address:
             raise PeerUnreachableError("this node's agent does not listen for others")
         if self._closed:
-            raise PeerUnreachableError(f"{self.address} was given up")
+            raise PeerUnreachableError(f"cannot connect to {self.address}: this client was closed")
         left_s = _remaining_s(until)
         connect_s = self._connect_s if left_s is None else min(self._connect_s, left_s)
         channel = self._transport.connect(self.address, timeout_s=connect_s)
@@ -183,7 +184,7 @@ class PeerClient:
             closed = self._closed
         try:
             if closed:
-                raise PeerUnreachableError(f"{self.address} was given up")
+                raise PeerUnreachableError(f"cannot connect to {self.address}: this client was closed")
             left_s = _remaining_s(until)
             within_s = HANDSHAKE_TIMEOUT_S if left_s is None else min(HANDSHAKE_TIMEOUT_S, left_s)
             authenticate_to_server(

@@ -1,4 +1,7 @@
-"""Inventory of a whole job: every node's shards, by delegates in large jobs, a negative cache of dead nodes."""
+"""Inventory of a whole job: every node's shards.
+
+Large jobs are queried through delegates. Dead nodes whose queries failed slowly are not retried for a while.
+"""
 
 from __future__ import annotations
 
@@ -234,7 +237,10 @@ def _result_by(deadline: float, future: Future[InventoryOrError]) -> InventoryOr
 DELEGATE_HEDGE_S = 2.0
 """Seconds after which the next delegate is queried as well; the slow delegate's response still counts."""
 DELEGATE_TIMEOUT_S = 11.0
-"""Seconds for a delegate's response. It may have to finish one query before it starts the requested one."""
+"""Seconds for a delegate's response.
+
+The delegate may have to finish one query before it starts the requested one.
+"""
 MAX_PARTITION_REPLY_BYTES = 32 << 20
 """Largest size of all inventories in one response: half of a message."""
 _DELEGATE_THREADS = 64
@@ -258,11 +264,11 @@ class DelegateClient:
         self.pool.shutdown(cancel_futures=True)
 
     def collect(self, partitions: Iterable[Sequence[str]], *, short_s: float) -> dict[str, InventoryOrError]:
-        """Return the inventories of all nodes of these partitions, whose members are in the order of delegates.
+        """Return the inventories of all nodes of these partitions.
 
-        If no delegate of a partition responds, its nodes are queried directly. Nodes that a delegate did not reach and
-        that live as far as this node knows are queried directly for ``short_s`` seconds, because the path from the
-        delegate may be at fault.
+        Each partition lists its members in the order of delegates. If no delegate of a partition responds, its nodes
+        are queried directly. If a delegate did not reach a node, the path from the delegate may be at fault. Such a
+        node is queried directly for ``short_s`` seconds, unless this node considers it dead.
         """
         errands = [DelegateCandidates(members, gone=self._membership.is_dead) for members in partitions]
         answers = _DelegateRound(self, errands).answers()

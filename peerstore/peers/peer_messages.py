@@ -65,7 +65,10 @@ class OfferReply(msgspec.Struct, frozen=True):
 
 
 class ReplicaChunk(msgspec.Struct, frozen=True, array_like=True):
-    """One chunk of a transfer; its bytes follow. It has no response, so that the next chunk can follow at once."""
+    """One chunk of a transfer; its bytes follow.
+
+    It has no response, so that the next chunk can follow at once.
+    """
 
     transfer: str
     number: int
@@ -167,7 +170,10 @@ class NodeInventory(msgspec.Struct, frozen=True):
 
 
 class GetPartitionInventory(msgspec.Struct, frozen=True):
-    """Request current inventories of these nodes of the receiver's partition, which sends them ``GetNodeInventory``."""
+    """Request current inventories of these nodes of the receiver's partition.
+
+    The receiver sends ``GetNodeInventory`` to them.
+    """
 
     nodes: Annotated[
         tuple[Annotated[str, msgspec.Meta(max_length=128)], ...], msgspec.Meta(max_length=MAX_NODES_PER_REQUEST)
@@ -198,7 +204,10 @@ class GetPeerBlobs(msgspec.Struct, frozen=True):
 
 
 class ReadRanges(msgspec.Struct, frozen=True):
-    """Request bytes ``[start, stop)`` of a sealed shard for every range; they follow the response, concatenated."""
+    """Request bytes ``[start, stop)`` of a sealed shard for every range.
+
+    The bytes follow the response, concatenated.
+    """
 
     key: ShardKey
     checksums: int
@@ -208,7 +217,7 @@ class ReadRanges(msgspec.Struct, frozen=True):
 
 class RangeDigests(msgspec.Struct, frozen=True):
     digests: bytes
-    """xxh3-64 of each unaligned range (8 bytes, little-endian), of bytes that matched the seal's checksums."""
+    """xxh3-64 of each unaligned range (8 bytes, little-endian), computed from verified bytes."""
 
 
 class VerifyChunks(msgspec.Struct, frozen=True):
@@ -253,7 +262,10 @@ class VersionNotDurable(msgspec.Struct, frozen=True):
 
 
 class IndirectPing(msgspec.Struct, frozen=True):
-    """Request whether the receiver reaches ``node``, which did not answer the sender; the response is a bool."""
+    """Request whether the receiver reaches ``node``, which did not answer the sender.
+
+    The response is a bool.
+    """
 
     node: str
 

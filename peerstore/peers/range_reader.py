@@ -1,11 +1,11 @@
-"""Ranged reads from many nodes at once: coalesce, split into pieces, assign to the fastest source, verify.
+"""Ranged reads from many nodes at once: coalesce, split, assign to the fastest source, verify.
 
 Every source has its own streams, which take the next piece that it can serve, so a fast source serves more. Pieces that
-a source did not deliver go to other sources; delivered pieces stay. A piece is done when it is verified: whole chunks
-against the seal's checksums, the rest against a digest of bytes that the holder has verified.
+a source did not deliver go to other sources; delivered pieces stay. A piece is done when it is verified. Complete
+chunks are verified against the seal's checksums, other ranges against a digest of bytes that the holder has verified.
 
-Adjacent targets in the shard are requested as one span, wherever their bytes are stored. Most of a span is whole
-chunks, which the holder sends without a check.
+Adjacent targets in the shard are requested as one span, wherever their bytes are stored. A span consists mostly of
+complete chunks, which the holder sends without a check.
 """
 
 from __future__ import annotations
@@ -301,7 +301,7 @@ class PieceQueue:
 
     def _cut_off(self, piece: ReadPiece) -> None:
         log.warning(
-            "%s is slow: %d of %d bytes in %.1f s; others are asked",
+            "%s is slow: %d of %d bytes in %.1f s; trying other nodes",
             *(piece.holder, piece.arrived_bytes, piece.size_bytes, self._clock() - piece.asked_at),
         )
         self._slow.add(piece.holder)
@@ -384,7 +384,7 @@ class PieceQueue:
 
     def drop_source(self, source: str, error: PeerStoreError) -> None:
         """Stop reading from this source."""
-        log.warning("%s is not read from any more: %s", source, error)
+        log.warning("stopped reading from %s: %s", source, error)
         with self._changed:
             for piece in self._pieces:
                 if self._remove_source(source, piece):
@@ -423,7 +423,7 @@ class PieceQueue:
 
 
 def _pieces(wish: ReadRequest) -> list[ReadPiece]:
-    """Split the targets into requests of about one size, at chunk borders, so that most of them are whole chunks."""
+    """Split the targets at chunk borders into requests of about one size."""
     pieces: list[ReadPiece] = []
     spans: list[ReadSpan] = []
     size = 0
@@ -471,8 +471,8 @@ class RangeReader:
     def _serve(self, queue: PieceQueue, source: str) -> None:
         """Serve one stream of a source until no piece remains for it.
 
-        After a broken connection the stream continues on a new one as long as that delivers something, because a broken
-        connection says little about the node.
+        A broken connection says little about the node. The stream reconnects after it, until a new connection delivers
+        nothing.
         """
         try:
             self._serve_all(queue, source)
@@ -497,7 +497,10 @@ class RangeReader:
             queue.fail(error)
 
     def _serve_once(self, queue: PieceQueue, source: str, *, fresh: bool) -> PeerUnreachableError | None:
-        """Serve pieces on one connection; return the error that broke it. The returned error references no target."""
+        """Serve pieces on one connection; return the error that broke it.
+
+        The returned error references no target.
+        """
         try:
             with self._peer_of(source).connection(fresh=fresh) as line:
                 queue.stream_connected()
@@ -586,7 +589,7 @@ class _Stream:
             if refused:
                 self._queue.reject_replica(self._source, piece, error)
             else:
-                log.warning("%s is asked again for what changed on the way: %s", self._source, error)
+                log.warning("requesting bytes from %s again because they changed in transit: %s", self._source, error)
                 piece.doubted.add(self._source)
                 self._queue.requeue(piece)
         self._doubtful.popleft()
@@ -639,7 +642,7 @@ def _expected(piece: ReadPiece, sent: RangeDigests) -> Iterator[_Expected]:
             for chunk in split_span(span, chunk_bytes, chunk_bytes):
                 number = chunk.start // chunk_bytes
                 size += chunk.stop - chunk.start
-                problem = f"chunk {number} of {record.key} differs from what was sealed"
+                problem = f"chunk {number} of {record.key} does not match its checksum"
                 yield _Expected(size, chunk, record.checksums[8 * number : 8 * number + 8], problem)
         else:
             at = next(digests, len(sent.digests))

@@ -1,4 +1,4 @@
-"""Shards served to peers by range, and replicas received from peers into slots, verified chunk by chunk.
+"""Shards served to peers by range, and replicas received from peers and verified by chunk.
 
 ::
 
@@ -43,7 +43,10 @@ log = logging.getLogger(__name__)
 
 
 def is_chunk_aligned(start: int, stop: int, *, size_bytes: int, chunk_bytes: int) -> bool:
-    """Return whether a range consists of whole chunks, so that the reader can verify it with the seal's checksums."""
+    """Return whether a range consists of complete chunks.
+
+    The reader can verify such a range with the seal's checksums.
+    """
     return start % chunk_bytes == 0 and (stop % chunk_bytes == 0 or stop == size_bytes)
 
 
@@ -57,7 +60,7 @@ class RangeServer:
     def open(self, job: str, read: ReadRanges) -> RangeReply:
         """Pin the shard and check the ranges; the caller closes the returned reply."""
         if read.key.job != job:
-            raise RequestError(f"{read.key} was asked for on a connection of job {job}")
+            raise RequestError(f"{read.key} was requested on a connection of job {job}")
         pin = self._store.pin(read.key)
         try:
             _check(read, pin.record)
@@ -150,7 +153,7 @@ class _VerifiedWindow:
         expected = record.checksums[8 * first : 8 * stop]
         bad = checksums.mismatched_chunks(data, expected, chunk_bytes=record.chunk_bytes)
         if bad:
-            raise ShardDamagedError(f"{record.key}: chunk {first + bad[0]} differs from what was sealed")
+            raise ShardDamagedError(f"{record.key}: chunk {first + bad[0]} does not match its checksum")
         self._first, self._stop, self._data = first, stop, data.toreadonly()
 
 
@@ -201,7 +204,7 @@ class _Transfer:
         return right
 
     def begin(self, number: int) -> bool:
-        """Return whether the caller may write this chunk: one thread at a time, and not after its verification."""
+        """Claim a chunk for writing; return ``False`` if it is claimed, verified or no longer wanted."""
         with self.lock:
             if self.given_up or self.done[number] != _MISSING:
                 return False
@@ -259,7 +262,7 @@ class ReplicaReceiver:
                 self._transfers[name] = transfer
         if full:
             self._store.release(lease.id)
-            raise RequestError(f"{_MAX_TRANSFERS} copies are on their way to this node already")
+            raise RequestError(f"this node already receives {_MAX_TRANSFERS} copies, which is the limit")
         return OfferReply(name, _runs(transfer.done), blobs)
 
     def _begin(self, sender: str, record: ShardRecord, lease: Lease, holders: tuple[str, ...]) -> _Transfer:
@@ -267,7 +270,7 @@ class ReplicaReceiver:
             view = self._map_slot(lease, record.size_bytes).view[: record.size_bytes]
         except (OSError, ValueError) as error:
             if isinstance(error, OSError) and error.errno not in _NO_ROOM:
-                raise UnavailableError(f"no copy of {record.key} can be taken in now: {error}") from error
+                raise UnavailableError(f"cannot receive a copy of {record.key} now: {error}") from error
             raise ArenaFullError(f"no memory for a copy of {record.key}: {error}") from error
         count = checksums.chunk_count(record.size_bytes, record.chunk_bytes)
         transfer = _Transfer(sender, record, lease, holders, view, bytearray(count))
@@ -348,13 +351,13 @@ class ReplicaReceiver:
         """Seal the replica and return its key; raise if chunks are missing."""
         transfer = self._transfer(sender, name)
         if transfer is None:
-            raise LeaseLostError(f"transfer {name} is not known: it was given up")
+            raise LeaseLostError(f"transfer {name} is unknown: it was aborted")
         missing = len(transfer.done) - transfer.done.count(_VERIFIED)
         if missing:
             raise ShardDamagedError(f"{transfer.record.key}: {missing} chunks are missing or damaged")
         with self._lock:
             if self._transfers.pop(name, None) is None:
-                raise LeaseLostError(f"transfer {name} was given up")
+                raise LeaseLostError(f"transfer {name} was aborted")
         try:
             self._store.seal_replica(transfer.lease.id, transfer.record, holders_to_store(self._me, transfer.holders))
             failpoint("replica.committed")

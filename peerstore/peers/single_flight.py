@@ -42,7 +42,10 @@ class SingleFlight(Generic[T]):
         """Number of callers that wait for a result."""
 
     def run(self) -> T:
-        """Return the result of a run that starts after this call; raise :class:`UnavailableError` at the deadline."""
+        """Return the result of a run that starts after this call.
+
+        Raise :class:`UnavailableError` at the deadline.
+        """
         with self._changed:
             begun = self._begun
             self.waiting += 1

@@ -1,4 +1,4 @@
-"""Commit messages between nodes: part reports to the leader, and its decisions broadcast to all members."""
+"""Messages of the commit protocol: part reports to the leader, decisions to all members."""
 
 from __future__ import annotations
 
@@ -44,7 +44,10 @@ class ReplicationTotals:
 
 
 class CommitTracker:
-    """Sender and receiver of one job's :class:`~peerstore.commit_protocol.CommitReports`, which ``changed`` guards."""
+    """Sender and receiver of one job's commit messages.
+
+    ``changed`` guards its :class:`~peerstore.commit_protocol.CommitReports`.
+    """
 
     def __init__(
         self,
@@ -93,7 +96,7 @@ class CommitTracker:
             try:
                 self._send_report(node, note, timeout_s=_CALL_TIMEOUT_S if node == sender else 2 * _CALL_TIMEOUT_S)
             except (PeerStoreError, OSError) as error:
-                log.debug("job %s: %s was not told by %s what is here: %s", self._job, sender, node, error)
+                log.debug("job %s: cannot report to %s through %s: %s", self._job, sender, node, error)
             else:
                 return True
         return False
@@ -155,7 +158,7 @@ class CommitTracker:
         try:
             self._send(node, "commit_decision", found)
         except (PeerStoreError, OSError) as error:  # the node learns it with the next version or from a ping
-            log.debug("job %s: %s was not told %s: %s", self._job, node, found, error)
+            log.debug("job %s: %s did not receive %s: %s", self._job, node, found, error)
 
     def _send(self, node: str, what: str, body: object) -> None:
         self._membership.client_for(node).call(

@@ -5,15 +5,15 @@ Copysets are spread across failure domains. The goals, the most important first:
 1. The copies of a shard are in different domains of the innermost level ("rack") while another domain has room.
 2. No node stores more than its share by memory, and a small node stores nothing if larger nodes can serve its peers.
 3. Copies are also apart at the outer levels ("zone"), as far as that overloads no node.
-4. Few sets of nodes, and of racks, are fatal: nodes store each other's copies in closed cells of ``copies`` nodes, made
-   of the same few racks. Two racks that share no cell may fail together.
+4. Few sets of nodes, and of racks, are fatal. Nodes store each other's copies in closed cells of ``copies`` nodes from
+   the same few racks. Two racks that share no cell may fail together.
 5. A node or rack that joins or leaves changes few other nodes' partners.
 
 The innermost level is a rule and the outer levels are a preference. Racks fail often and have similar sizes. Zones fail
 rarely, are few and uneven, and a rule would make the smallest zone store the copies of all others.
 
 Domains are the leaves of a binary trie over their hashes. From the leaves up, every branch makes as many cells as it
-can of the nodes that its two halves could not use, and passes the rest up::
+can of the nodes that its two halves could not use. It passes the rest up::
 
             rest of A..D ── with ──> rest of E..H          nodes that remain here join a finished cell
            /            \
@@ -132,7 +132,10 @@ def _mix_in(
 def _crowded_cells(
     left: Sequence[NodeId], guests: Collection[NodeId], where: FailureDomains, *, size: int, distinct: int
 ) -> tuple[list[Cell], list[NodeId]]:
-    """Return cells in at least ``distinct`` domains, where nodes may share a domain; guests are not included."""
+    """Return cells whose nodes may share domains, and the remaining nodes.
+
+    Each cell has at least ``distinct`` domains. Guests join no cell.
+    """
     alone = {node: str(node) for node in left}
     members = [node for node in left if node not in guests]
     cells, rest = make_cells(
@@ -205,7 +208,7 @@ class ReplicaAssignment:
         return int(self.shares[node] * fill + self.where.hashes[node] / 2**64)
 
     def overflow_nodes(self) -> set[NodeId]:
-        """Return nodes of little memory that store nothing, smallest first, as many as larger nodes can replace."""
+        """Return the nodes that store nothing: the smallest nodes that larger nodes can replace."""
         beyond = (max(0, self.allowance(node, self.each) - self.each) for node in self.shares)
         small = sorted((share, self.where.hashes[node], node) for node, share in self.shares.items() if share < 1)
         return {node for _, _, node in small[: sum(beyond) // self.each]}
@@ -254,7 +257,7 @@ class ReplicaAssignment:
 
 
 def _next_units(ring: Sequence[tuple[int, str]], start: int, wanted: int, used: set[str]) -> list[tuple[int, str]]:
-    """Return the first ``wanted`` units after ``start`` that are not ``used``, or all of them if there are fewer."""
+    """Return up to ``wanted`` units after ``start`` that are not ``used``."""
     first = bisect.bisect_left(ring, (start,))
     found: list[tuple[int, str]] = []
     for step in range(min(len(ring), wanted + len(used))):
@@ -282,9 +285,10 @@ def make_cells(
     units: Mapping[NodeId, str],
     points: HashPoints,
 ) -> tuple[list[Cell], list[NodeId]]:
-    """Return cells of ``size`` nodes from different units and at least ``distinct`` colors, and the remaining nodes.
+    """Return cells of ``size`` nodes from different units, and the remaining nodes.
 
-    Units lie within colors (racks within zones). Whole units are combined, so that few of them share copies.
+    Each cell has at least ``distinct`` colors. Units lie within colors (racks within zones). Whole units
+    are combined, so that few of them share copies.
     """
     members: dict[str, list[NodeId]] = defaultdict(list)
     for node in nodes:
@@ -312,7 +316,10 @@ def make_cells(
 def _middle(
     leaves: Sequence[tuple[int, str] | tuple[int, NodeId, Cell]], first: int, last: int, bit: int
 ) -> tuple[int, int]:
-    """Return where the highest bit that differs between sorted hashes changes (from ``bit`` down), and the next bit."""
+    """Return the index that splits sorted hashes at their highest differing bit, and the next bit.
+
+    The search starts at ``bit`` and goes down.
+    """
     middle = first
     while middle in (first, last) and bit >= 0:
         middle = bisect.bisect_left(leaves, ((leaves[first][0] >> bit | 1) << bit,), first, last)
@@ -341,7 +348,7 @@ def _use_up(pool: _Pool, cells: list[Cell], *, size: int, distinct: int, points:
 
 
 def _choose(pool: _Pool, *, size: int, distinct: int) -> list[tuple[str, str]]:
-    """Return the units of the next cells: of as many colors as possible, then more of the color with most nodes."""
+    """Return the units of the next cells: of as many colors as possible, then of the largest color."""
     if len(pool) < distinct:
         return []
     chosen = [(colour, next(iter(units))) for colour, units in pool.items()][:size]
@@ -408,10 +415,10 @@ def absorb_leftover(
     colours: Mapping[NodeId, str],
     points: HashPoints,
 ) -> tuple[list[Cell], list[NodeId]]:
-    """Add nodes that ``make_cells`` left to cells without their color; return the cells and the remaining nodes.
+    """Add leftover nodes to cells without their color; return the cells and the remaining nodes.
 
-    With ``size`` 2, a cell a-b and two nodes c and c' of one color become a-c and b-c', so that no cell is larger than
-    needed. Otherwise a node joins a cell, which becomes a ring of one more, up to ``2 * size - 1``.
+    With ``size`` 2, a cell a-b and two nodes c and c' of one color become a-c and b-c', which keeps cells small.
+    Otherwise a node joins a cell, which becomes a ring of one more, up to ``2 * size - 1``.
     """
     by_colour: dict[str, list[NodeId]] = defaultdict(list)
     for node in left:
@@ -455,8 +462,8 @@ def parity_groups(
 
     - A group has 2 to ``2 * size - 1`` nodes. It is smaller than ``size`` rather than have two nodes of one domain:
       with four racks and a size of eight, groups have four nodes.
-    - No group has two nodes of one innermost domain if all domains have the same size, or if none has more than one in
-      ``2 * size - 1`` of the nodes. The excess nodes of a larger domain form separate groups.
+    - No group has two nodes of one innermost domain if all domains have the same size. The same holds if no domain has
+      more than one in ``2 * size - 1`` of the nodes. The excess nodes of a larger domain form separate groups.
     - The groups do not depend on the order of the nodes. A node that joins or leaves changes few groups.
     """
     if size < 2:

@@ -1,9 +1,9 @@
 """The next shard to replicate, takeover for dead nodes, and the known replicas of every shard. Pure.
 
 Every copy stores the list of its shard's holders, the writer's node first. While the first holder lives and has the
-shard, it alone makes the copies. When a holder dies, or the first one restarts and may have lost its shards, each
-remaining holder makes sure that the others have the shard; a check of a holder that has it costs one message. The first
-remaining holder then chooses new partners.
+shard, it alone makes the copies. When a holder dies, each remaining holder makes sure that the others have the shard.
+The same happens when the first holder restarts, because it may have lost its shards. Checking a holder that has the
+shard costs one message. The first remaining holder then chooses new partners.
 
 The caller (:mod:`~peerstore.replication.mirror_strategy`) passes this node's current view in, carries out the tasks,
 and reports their results.
@@ -91,7 +91,10 @@ def target_holders(
 def partners_of(
     me: NodeId, living: Collection[PeerNode], standby: Collection[NodeId], *, copies: int, levels: Sequence[str]
 ) -> tuple[NodeId, ...]:
-    """Place replicas of the shards of ``me`` on nodes with ranks, and on standby nodes only where those are too few."""
+    """Return the nodes for replicas of the shards of ``me``.
+
+    Nodes with ranks come first. Standby nodes are used only if there are too few nodes with ranks.
+    """
     ranks = [node for node in living if node.id not in standby]
     partners = place_replicas(ranks, copies=copies, levels=levels).partners.get(me, ())
     if not standby or len(partners) >= copies - 1:
@@ -104,7 +107,10 @@ def partners_of(
 def substitute_partners(
     me: NodeId, living: Collection[PeerNode], partners: Collection[str], levels: Sequence[str]
 ) -> tuple[NodeId, ...]:
-    """Return the other nodes that could store a replica, the most distant first, in an order specific to ``me``."""
+    """Return the other nodes that could store a replica, the most distant first.
+
+    The order of equally distant nodes is specific to ``me``.
+    """
     where = failure_domains(living, levels)
     others = [node for node in where.order if node != me and node not in partners]
     if me not in where.order:
@@ -146,7 +152,7 @@ def shards_to_take_over(
 
 
 def original_holders(me: str, said: Mapping[str, tuple[str, ...]]) -> tuple[str, ...]:
-    """Return the holders of a shard that ``me`` lost, as other nodes report them; empty if ``me`` wrote it."""
+    """Return the reported holders of a shard that ``me`` lost; empty if ``me`` wrote it."""
     listed = next((holders for holders in said.values() if me in holders), ())
     if listed:
         return listed if listed[0] != me else ()
@@ -385,7 +391,7 @@ class ReplicationState:
         self._unreachable_until.pop(task.target, None)
 
     def task_failed(self, task: ReplicationTask, error: Exception, now: float) -> bool:
-        """Record the error; return whether this node should verify its own shard, which may be the damaged one."""
+        """Record the error; return whether this node should verify its own copy, which may be damaged."""
         known = self._update_knowledge(task.key)
         known.why[task.target] = str(error)
         no_room = isinstance(error, ArenaBusyError) and not isinstance(error, ShardPendingError)

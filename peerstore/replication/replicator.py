@@ -1,4 +1,4 @@
-"""The thread that keeps a job's shards protected, by replicas or by parities, and reports that to the commit leader.
+"""Thread that protects a job's shards by replicas or parities, and reports to the commit leader.
 
 ::
 
@@ -174,7 +174,10 @@ class Replicator:
         return (self._me, *(living[node] for node in confirmed if node in living))
 
     def redundancy(self, key: ShardKey, level: str) -> tuple[int, int]:
-        """Return the number of copies that the protection equals, and of failure domains; all but one may be lost."""
+        """Return the number of copies that the protection equals, and the number of failure domains.
+
+        The shard survives the loss of all but one of them.
+        """
         holders, look = self.holders(key), self._shared.view()
         with self._changed:
             return self._strategy.redundancy(key, holders, look, level)
@@ -191,7 +194,10 @@ class Replicator:
             self._changed.notify_all()
 
     def wait_until(self, ready: Callable[[], bool], timeout_s: float) -> bool:
-        """Wait until ``ready()`` is true, which is checked after every change; return ``False`` at the timeout."""
+        """Wait until ``ready()`` is true; return ``False`` at the timeout or at shutdown.
+
+        Every change calls ``ready`` again.
+        """
         with self._changed:
             return self._changed.wait_for(lambda: ready() or self._stop.is_set(), timeout_s) and not self._stop.is_set()
 

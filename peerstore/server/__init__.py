@@ -1,1 +1,1 @@
-"""The store's server: its process and launcher, its Unix socket and the trainers' client, its service for peers."""
+"""Server of the store: process, launcher, Unix socket, trainers' client, and service for peers."""

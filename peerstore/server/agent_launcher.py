@@ -61,15 +61,18 @@ def connect_or_launch_agent(
 
 
 def replace_hung_agent(place: AgentPaths, *, within_s: float = _PROBE_S) -> bool:
-    """Kill the agent if it hangs, so that another one can take over its memory; return whether it was killed.
+    """Kill the agent if it hangs; return whether it was killed.
 
-    An agent hangs if it answers no greeting for ``within_s`` seconds, holds the lock of its directory, and none of its
-    threads ran, was runnable, or waited for a disk meanwhile. A slow agent on a busy machine is left alone.
+    Another agent can then take over its memory. An agent hangs if it answers no greeting for ``within_s`` seconds and
+    holds the lock of its directory. In addition, none of its threads may have run, been runnable, or waited for a disk
+    meanwhile. A slow agent on a busy machine is not killed.
     """
     with _hung_agent(place, within_s) as (pid, agent):
         if not pid:
             return False
-        log.warning("the agent in %s (process %d) hangs: it is ended, and another one takes over", place.directory, pid)
+        log.warning(
+            "the agent in %s (process %d) hangs: killing it, so that another agent can take over", place.directory, pid
+        )
         try:
             signal.pidfd_send_signal(agent, signal.SIGKILL)
             return bool(select.select([agent], [], [], _KILL_S)[0])
@@ -82,8 +85,8 @@ def raise_if_agent_hangs(place: AgentPaths, *, within_s: float = _PROBE_S) -> bo
     with _hung_agent(place, within_s) as (pid, _):
         if pid:
             raise AgentUnreachableError(
-                f"the agent in {place.directory} (process {pid}) hangs, or was stopped, and this process may not "
-                f"replace it: let it continue (kill -CONT {pid}), or run `tieredckpt agent restart --dir "
+                f"the agent in {place.directory} (process {pid}) hangs or was stopped, and this process may not "
+                f"replace it. Resume it (kill -CONT {pid}), or run `tieredckpt agent restart --dir "
                 f"{shlex.quote(str(place.directory))}`"
             )
     return False
@@ -117,7 +120,10 @@ def silence_of_agent(place: AgentPaths, *, still_s: float = _MAX_IDLE_S, within_
 
 
 def signal_agent(place: AgentPaths, number: int) -> bool:
-    """Send a signal to the agent of ``place``, never to another process that reused its pid; return whether it runs."""
+    """Send a signal to the agent of ``place``; return whether it runs.
+
+    Another process that reused its pid never receives the signal.
+    """
     try:
         pid = int(place.lock.read_text())
         agent = os.pidfd_open(pid)
@@ -207,7 +213,10 @@ def _cpu_ticks_at_rest(pid: int) -> int:
 
 
 def _holds_lock(place: AgentPaths, pid: int) -> bool:
-    """Return whether the process holds the lock of the directory; the holder writes its pid into the lock file."""
+    """Return whether the process holds the lock of the directory.
+
+    The holder writes its pid into the lock file.
+    """
     with place.lock.open("r") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -360,9 +369,10 @@ class AgentWatchdog:
 
 
 class ElectedWatchdog:
-    """Watchdog of a node's agent in one of the processes that use it: the holder of the lock next to the socket.
+    """Watchdog of a node's agent in one of the processes that use it.
 
-    An agent that exits in order removes its socket and is not restarted. An agent that died leaves its socket behind.
+    The process that holds the lock next to the socket watches. An agent that exits in order removes its socket and is
+    not restarted. An agent that died leaves its socket behind.
     """
 
     def __init__(self, place: AgentPaths, launch: AgentConnector, replace: Callable[[], bool]) -> None:

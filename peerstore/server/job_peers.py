@@ -192,9 +192,10 @@ class JobPeers:
         return self.inventory_service.get(fresh=fresh)
 
     def _on_inventory(self, others: Mapping[str, NodeInventory], lives: Mapping[str, int]) -> None:
-        """Apply inventories of other nodes: the job's owner, and holders of shards that this node has or protects.
+        """Apply the job's owner and the shard holders from the inventories of other nodes.
 
-        ``lives`` has each node's generation before its query.
+        Only holders of shards that this node has or protects matter. ``lives`` has each node's generation before its
+        query.
         """
         owner = max(((looked.epoch, looked.incarnation) for looked in others.values()), default=(0, ""))
         self._store.jobs.incarnations.fence(self.job, *owner)
@@ -321,7 +322,10 @@ class JobPeers:
         return True
 
     def _undamaged_record(self, record: ShardRecord, others: list[str]) -> ShardRecord:
-        """Return the record of a damaged shard as other nodes have it, because this node's record may be damaged."""
+        """Return the record of a damaged shard as other nodes have it.
+
+        This node's record may be damaged as well.
+        """
         said: dict[str, ShardRecord] = {}
         for node in others:
             with contextlib.suppress(PeerStoreError, OSError):
@@ -390,14 +394,14 @@ class JobPeers:
         return records[nodes[0]], tuple(nodes)
 
     def _is_intact(self, node: str, record: ShardRecord) -> bool | None:
-        """Return whether a node's bytes match its record, ``None`` if it cannot tell; a damaged shard is dropped."""
+        """Return whether a node's bytes match its record, ``None`` if unknown; drop a damaged shard."""
         chunks = (0, chunk_count(record.size_bytes, record.chunk_bytes))
         try:
             if node == self.this_node.id:
                 return not self._store.verify(record.key, chunks)
             return not self.membership.client_for(node).call("verify_chunks", VerifyChunks(record.key, (chunks,)), bool)
         except (PeerStoreError, OSError) as error:
-            log.warning("job %s: %s did not look at %s again: %s", self.job, node, record.key, error)
+            log.warning("job %s: %s could not verify %s: %s", self.job, node, record.key, error)
             return None
 
 

@@ -149,7 +149,7 @@ class NodePeers(StoreListener):
         try:
             noted.write_text(listener.address.rpartition(":")[2])
         except OSError as error:
-            log.warning("the port is not noted, and a restarted agent takes another one: %s", error)
+            log.warning("cannot record the port, so a restarted agent will use another port: %s", error)
         return listener
 
     @property

@@ -89,7 +89,7 @@ class PeerServer:
         self.rejected = 0
 
     def serve(self, channel: MessageChannel) -> None:
-        """Serve one connection from its handshake to its end."""
+        """Authenticate the peer of one connection, and serve its requests."""
         standby = self._standby_secret()
 
         def secret_of(job: str) -> bytes | None:

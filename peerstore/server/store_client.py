@@ -69,7 +69,7 @@ def connect_to_agent(path: Path, *, timeout_s: float = 5.0, named: bool = False)
         _, uid = peer_credentials(sock)
     except OSError as error:
         sock.close()
-        raise AgentUnreachableError(f"who answers on {path} cannot be seen: {error}") from error
+        raise AgentUnreachableError(f"cannot identify the process that listens on {path}: {error}") from error
     if uid not in trusted:  # the directory was replaced meanwhile
         sock.close()
         raise PeerRefusedError(f"a process of user {uid} listens on {path}: it is not the agent of user {os.getuid()}")
@@ -87,7 +87,9 @@ def _connect(path: Path, timeout_s: float) -> socket.socket:
         except BlockingIOError as error:  # the kernel's queue of unaccepted connections is full
             if time.monotonic() > deadline:
                 sock.close()
-                raise AgentUnreachableError(f"the agent on {path} accepts nobody for {timeout_s:.1f} s") from error
+                raise AgentUnreachableError(
+                    f"the agent on {path} accepted no connection for {timeout_s:.1f} s"
+                ) from error
             time.sleep(_CONNECT_RETRY_S)
         except OSError as error:
             sock.close()
@@ -111,11 +113,11 @@ def _require_fd(fd: int | None, what: str) -> int:
 
 
 class Client:
-    """A :class:`~peerstore.server.store_api.Store` behind a socket. Thread-safe; each call uses its own connection.
+    """A :class:`~peerstore.server.store_api.Store` behind a socket.
 
-    When the agent dies during a call, the call is repeated on a new connection for up to ``retry_s`` seconds
-    (``connector`` may launch a new agent). After that has failed, calls are tried once until one succeeds, so that
-    callers lose that time only once.
+    Thread-safe; each call uses its own connection. When the agent dies during a call, the client repeats the call on a
+    new connection for up to ``retry_s`` seconds. ``connector`` may launch a new agent. If the call still fails, later
+    calls are tried once until one succeeds, so callers lose that time only once.
     """
 
     def __init__(
@@ -302,7 +304,7 @@ class Client:
             except (AgentUnreachableError, OSError) as error:
                 sock.close()
                 if time.monotonic() >= deadline:
-                    raise AgentUnreachableError(f"the agent was lost while it was asked {op!r}: {error}") from error
+                    raise AgentUnreachableError(f"the agent was lost during {op!r}: {error}") from error
                 sock = self._open(deadline)
             except BaseException:
                 sock.close()

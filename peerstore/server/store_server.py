@@ -133,7 +133,7 @@ def is_same_file(path: Path, expected: os.stat_result) -> bool:
 
 
 class StoreServer:
-    """Server of :class:`~peerstore.server.store_api.Store` operations, and of further ones, on a Unix socket."""
+    """Server of :class:`~peerstore.server.store_api.Store` and ``more`` operations on a Unix socket."""
 
     def __init__(
         self,
@@ -331,7 +331,7 @@ class StoreServer:
             return AgentResponse("", message_codec.encode_raw_message(result if file is None else file.result)), file
         except self._errors as error:  # type: ignore[misc]  # a tuple of classes, some given by the caller
             return AgentResponse(type(error).__name__, message_codec.encode_raw_message(str(error))), None
-        except (OSError, MemoryError) as error:  # a failure of the machine says nothing about the requested object
+        except (OSError, MemoryError) as error:  # the machine failed, not the requested object
             log.warning("operation %s failed: %s", request.op, error)
             message = f"{request.op}: {type(error).__name__}: {error}"
             return AgentResponse(UnavailableError.__name__, message_codec.encode_raw_message(message)), None
@@ -413,7 +413,7 @@ def _plain(_: NodeStore) -> Iterator[AgentExtension]:
 
 
 def daemonize() -> None:
-    """Continue in a child process that init adopts, so that the caller of this process does not wait for it."""
+    """Continue in a child process that init adopts, so that the caller does not wait for it."""
     sys.stdout.flush()
     sys.stderr.flush()
     if os.fork():
@@ -474,7 +474,7 @@ def serve_store(
         if not stop.is_set():
             server.close()
             if not needed():  # no client connected meanwhile
-                log.info("nobody has needed this agent for %.0f s, its memory is given back", linger_s)
+                log.info("no process has needed this agent for %.0f s; releasing its memory", linger_s)
                 arena.purge(keep=EXPIRED_JOB_METADATA)
         else:
             store.removal.drop_unused()

@@ -267,7 +267,7 @@ def _create_file(path: Path) -> int:
 
 
 def metadata_in_directory(directory: Path) -> list[str]:
-    """Return the names of the metadata in another process's :class:`TmpfsArena`, without opening that arena."""
+    """Return the metadata names in another process's :class:`TmpfsArena` without opening it."""
     try:
         return sorted(entry.name for entry in _own_files(directory / _NOTES))
     except (FileNotFoundError, NotADirectoryError):
@@ -506,7 +506,7 @@ def closing_fd(fd: int) -> Iterator[int]:
 
 
 def prefault_file(fd: int, size_bytes: int, stop: Callable[[], bool], *, start: int = 0) -> int:
-    """Allocate the pages of an open file step by step; return the position reached when ``stop()`` was true."""
+    """Allocate the pages of an open file in steps, until ``stop()``; return the position reached."""
     size_bytes = min(size_bytes, os.fstat(fd).st_size)
     done = start - start % mmap.ALLOCATIONGRANULARITY
     while done < size_bytes and not stop():

@@ -1,4 +1,4 @@
-"""Recovery of the slots and metadata that a killed agent left on tmpfs, verified by checksum before reuse."""
+"""Recovery of slots and metadata that a killed agent left on tmpfs, verified before reuse."""
 
 from __future__ import annotations
 
@@ -190,9 +190,9 @@ class CrashRecovery:
         with self._table.exclusive():
             self._table.count("unreadable_reads")
             if patient or slot.state is not SlotState.VERIFYING:
-                log.warning("adoption: %s", error)
+                log.warning("recovery: %s", error)
                 return
-            log.error("adoption: %s; it is not waited for any more, and tried again now and then", error)
+            log.error("recovery: %s; the shard counts as unreadable until a retry succeeds", error)
             self._table.mark_unreadable(slot)
 
     def _make_available(self, slot: ArenaSlot, record: ShardRecord) -> bool:
@@ -205,12 +205,15 @@ class CrashRecovery:
             return True
 
     def wait_verified(self, job: str | None) -> None:
-        """Wait until all recovered shards (of ``job``) are verified or marked unreadable; call with the lock held."""
+        """Wait until all recovered shards (of ``job``) are verified or marked unreadable.
+
+        Call it with the lock held.
+        """
         deadline = self._table.clock() + deadlines.remaining_s(_WAIT_S)
         while self.unverified_count(job):
             self._table.check_open()
             if self._table.clock() > deadline:
-                raise UnavailableError("still verifying what the last agent left behind")
+                raise UnavailableError("still verifying the shards of the previous agent")
             self._table.wait_for_change(deadlines.remaining_s(1.0))
 
     def unverified_count(self, job: str | None = None) -> int:

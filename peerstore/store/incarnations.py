@@ -59,7 +59,7 @@ class Incarnations:
             self._start_incarnation(key.job, key.epoch, key.incarnation)
         elif (key.epoch, key.incarnation) != known.owner:
             raise FencedError(
-                f"{key} is of a past incarnation: job {key.job} is now owned by epoch {known.epoch} "
+                f"{key} belongs to a past incarnation: job {key.job} is now owned by epoch {known.epoch} "
                 f"({known.incarnation}). This process must stop writing"
             )
 
@@ -88,7 +88,7 @@ class Incarnations:
             return True
         if job not in self._warned:
             self._warned.add(job)
-            log.warning("job %s is in epoch %d: what somebody says of epoch %d is ignored", job, known.epoch, epoch)
+            log.warning("job %s is in epoch %d: reports of epoch %d are ignored", job, known.epoch, epoch)
         return False
 
     def observe_epoch(self, key: ShardKey) -> None:
@@ -150,8 +150,8 @@ class Incarnations:
     def resume_from(self, job: str, group: VersionId) -> None:
         """Record that the job resumed from this version: later versions belong to a branch that it left.
 
-        Without this record, those versions would retain their slots forever if they were committed or replicated, and
-        would supersede the version that the job resumed from.
+        Without this record, those versions would retain their slots forever if they were committed or replicated. They
+        would also supersede the version that the job resumed from.
 
         A partition side that must not start a new incarnation does not announce the resume. The other side may have
         replicated versions of a branch that the job never left.
@@ -161,7 +161,7 @@ class Incarnations:
             try:
                 self._check_may_start(job)
             except NoQuorumError as error:
-                log.info("that job %s goes on from version %s is not told yet: %s", job, group.version, error)
+                log.info("job %s: the resume from version %s is not announced yet: %s", job, group.version, error)
                 known.unannounced_resume = group
                 return
             known.unannounced_resume = None

@@ -129,7 +129,7 @@ class JobClients:
         try:
             self._table.metadata.put(EXPIRED_JOB_METADATA, job, ExpiredJob(job, newest, time.time_ns(), reason))
         except (ArenaFullError, UnavailableError) as error:
-            log.warning("that job %s is forgotten could not be noted: %s", job, error)
+            log.warning("job %s: cannot record that it expired: %s", job, error)
         others = [
             found
             for name in self._table.metadata.list_names(EXPIRED_JOB_METADATA)
@@ -144,7 +144,7 @@ class JobClients:
             try:
                 return self._table.metadata.get(EXPIRED_JOB_METADATA, validate_job_name(job), ExpiredJob)
             except (UnsupportedFormatError, ShardDamagedError) as error:
-                log.warning("what is noted of the end of job %s cannot be read: %s", job, error)
+                log.warning("job %s: cannot read the record of its expiry: %s", job, error)
                 return None
 
     def idle_s(self) -> float:

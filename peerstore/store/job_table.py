@@ -136,7 +136,7 @@ class JobTable:
         return True
 
     def abort_part(self, job: str, group: VersionId, part: int) -> bool:
-        """Record that a writer of this node will never seal its part of this version; return whether this is new."""
+        """Record that a writer of this node aborted its part of a version; return whether this is new."""
         news = self.get_or_create(job).abort_part(group, part, self._table.parts_here(job, group))
         if news:
             self._save_and_notify(job)
@@ -169,7 +169,7 @@ class JobTable:
         try:
             self.save(job)
         except (ArenaFullError, UnavailableError) as error:
-            log.warning("that version %s of job %s is damaged could not be noted: %s", group, job, error)
+            log.warning("cannot record that version %s of job %s is damaged: %s", group, job, error)
 
     def record_repaired_part(self, job: str, group: VersionId, part: int) -> None:
         """Record that a part that was damaged here was fetched from another node."""
@@ -226,7 +226,10 @@ class JobTable:
         return found
 
     def needed(self, whole: Mapping[str, Collection[VersionId]]) -> dict[str, Collection[VersionId]]:
-        """Return the versions that are not evicted for lack of memory: complete ones, less those of left branches."""
+        """Return the versions that lack of memory does not evict.
+
+        These are the complete versions, except those of branches that the job left.
+        """
         return {job: self._known(job).needed(found) for job, found in whole.items()}
 
     def mark_replicated(self, job: str, group: VersionId) -> None:

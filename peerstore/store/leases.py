@@ -1,4 +1,4 @@
-"""Leases: slots granted to writers, grown, relabeled and released, and slots prefaulted ahead of the next save."""
+"""Leases: slots granted to writers, and slots prefaulted ahead of the next save."""
 
 from __future__ import annotations
 
@@ -66,9 +66,7 @@ class _Growth:
 
 
 class LeaseManager:
-    """Implementation of ``lease``, ``grow``, ``relabel`` and ``release`` of
-    :class:`~peerstore.store.node_store.NodeStore`.
-    """
+    """Lease operations of :class:`~peerstore.store.node_store.NodeStore`."""
 
     def __init__(
         self,
@@ -80,7 +78,7 @@ class LeaseManager:
         self._table = table
         self._jobs = jobs
         self._free_a_slot = give_way
-        """Called before a writer waits, and a last time before it is refused; never with the table's lock held."""
+        """Called before a writer waits or is refused; never with the table's lock held."""
         self._expire = expire
         """Drops an unused job, for the reason passed."""
         self.expired_jobs: list[str] = []
@@ -128,7 +126,10 @@ class LeaseManager:
                     self._wait(found, deadline)
 
     def _existing_lease(self, key: ShardKey, owner: ProcessIdentity) -> ArenaSlot | None:
-        """Return the slot that ``key`` already has, if its owner repeats the request (lost reply, failed write)."""
+        """Return the slot that ``key`` already has, if its owner repeats the request.
+
+        An owner repeats it after a lost reply or a failed write.
+        """
         slot = self._table.slot_for_key(key)
         if slot is None:
             return None
@@ -203,7 +204,7 @@ class LeaseManager:
         )
 
     def _expire_unused_jobs(self, key: ShardKey, decide: Callable[[Sequence[SlotView]], object]) -> bool:
-        """Drop unused jobs, oldest first, if that makes room for the writer of another job; return whether it did."""
+        """Drop unused jobs, oldest first, if that makes room for another job; return whether it did."""
         views = self._table.slot_views()
         candidates: list[str] = []
         for job in self._jobs.clients.unused_jobs():
@@ -331,7 +332,7 @@ class LeaseManager:
         slot, done = self._table.slot_for_lease(lease_id)
         while slot.state is not SlotState.LEASED and done is None:  # sealed or moved by an earlier, equal call
             if deadlines.expired():
-                raise UnavailableError(f"what lease {lease_id} was for is still being sealed")
+                raise UnavailableError(f"lease {lease_id} is still being sealed")
             self._table.wait_for_change(deadlines.remaining_s(1.0))
             slot, done = self._table.slot_for_lease(lease_id)
         if slot.lease is None or slot.owner is None:
@@ -410,7 +411,7 @@ def validate_shard_key(key: ShardKey, size_bytes: int, parts: int) -> None:
     if not 1 <= parts <= MAX_PARTS_PER_VERSION:
         raise RequestError(f"{key}: a version has 1 to {MAX_PARTS_PER_VERSION} parts, not {parts}")
     if not _KIND.fullmatch(key.kind):
-        raise RequestError(f"{key}: {key.kind!r} is no kind of thing that is kept")
+        raise RequestError(f"{key}: {key.kind!r} is not a valid kind")
     if key.part >= parts:
         raise RequestError(f"{key}: part {key.part} of {parts}; parts are counted from 0")
     if size_bytes < 0:

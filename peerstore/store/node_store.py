@@ -1,4 +1,4 @@
-"""NodeStore, the facade over one node's slots, jobs, leases and shards, and the listeners of its events.
+"""NodeStore: facade over one node's slots, jobs, leases and shards, with event listeners.
 
 ::
 
@@ -115,7 +115,7 @@ class NodeStore:
             self.listeners.on_shard_sealed(record)
 
     def set_budget(self, budget: str) -> None:
-        """Change the arena's budget, in bytes or as a share; raise :class:`RequestError` for a budget of nothing."""
+        """Change the arena's budget, in bytes or as a share; raise :class:`RequestError` if it is 0."""
         size_bytes = parse_budget(StoreSettings(budget=budget).budget)
         with self.table.exclusive():
             self.table.set_budget(size_bytes)
@@ -168,10 +168,10 @@ class NodeStore:
         return self._leasing.relabel(lease_id, key)
 
     def seal(self, lease_id: str, size_bytes: int, meta: bytes = b"", blobs: Collection[str] = ()) -> ShardRecord:
-        """Compute the checksums of the written bytes, store them, and make the bytes immutable; idempotent per lease.
+        """Compute and store the checksums of the written bytes, and make the bytes immutable.
 
-        Raise :class:`ShardNotFoundError` if one of the ``blobs`` is missing, because the job may have expired since
-        they were put. The lease stays valid then.
+        Idempotent per lease. Raise :class:`ShardNotFoundError` if one of the ``blobs`` is missing, because the job may
+        have expired since they were put. The lease stays valid then.
         """
         record = self._sealing.seal(lease_id, size_bytes, meta, blobs, self.listeners.on_shard_sealed)
         with self.table.exclusive():
@@ -268,7 +268,7 @@ class NodeStore:
             self.table.metadata.flush_pending()
             news = self.jobs.abort_part(validate_job_name(job), group, part)
         if news:
-            log.info("job %s: part %d of version %s was left out, which is given up", job, part, group.version)
+            log.info("job %s: part %d of version %s was aborted; deleting the version", job, part, group.version)
             self.removal.delete_versions(job, [group])
             self.listeners.on_version_decided(job, group, torn=True)
 
@@ -384,7 +384,7 @@ class NodeStore:
             try:
                 self.table.metadata.flush_pending()
             except (ArenaFullError, UnavailableError) as error:
-                log.warning("what is known of a job is not noted yet: %s", error)
+                log.warning("cannot store job metadata yet: %s", error)
         for job in expired:
             self.listeners.on_job_expired(job)
 

@@ -1,4 +1,4 @@
-"""Shards that this node stores for other nodes: replicas, parities, their holders, and the leader's decisions."""
+"""Shards stored for other nodes: replicas, parities, their holders, and the leader's decisions."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class ReplicaStore:
         validate_received_record(record)
         key = record.key
         if key.kind:
-            raise RequestError(f"{key} is no shard: every node makes its own parities")
+            raise RequestError(f"{key} is not a shard: every node makes its own parities")
         with self._table.exclusive():
             self._table.check_open()
             if self._is_stored(record):
@@ -83,7 +83,7 @@ class ReplicaStore:
     def _lease(self, key: ShardKey, size_bytes: int, parts: int, *, whole: bool, owner: ProcessIdentity) -> Lease:
         self._check_fence(key, whole=whole)
         if self._table.slot_for_key(key) is not None:
-            raise ShardPendingError(f"{key} is on its way already, or not verified yet")
+            raise ShardPendingError(f"{key} is already being written, or not verified yet")
         return self._leasing.lease(key, size_bytes, parts, wait_s=0.0, owner=owner, copy=True)
 
     def _is_stored(self, record: ShardRecord) -> bool:
@@ -106,7 +106,7 @@ class ReplicaStore:
         if known.replicated is not None and key.version_id < known.replicated and not self._is_retained(key):
             raise FencedError(f"{key} is older than version {known.replicated.version}, which has all its copies")
         if key.version_id in known.aborted:
-            raise FencedError(f"{key}: a part of its version was left out, so that it is given up")
+            raise FencedError(f"{key}: its version was aborted")
         base = known.resume_point
         abandoned = (
             base is not None
@@ -115,7 +115,7 @@ class ReplicaStore:
         )
         if base is not None and abandoned and not self._is_retained(key):
             raise FencedError(
-                f"{key}: job {key.job} went on from version {base.version_id.version}, and does not need this"
+                f"{key}: job {key.job} resumed from version {base.version_id.version} and does not need this"
             )
         if not self.jobs.incarnations.is_plausible_epoch(key.job, key.epoch):
             raise RequestError(f"{key}: job {key.job} cannot have come so far, it is in epoch {known.epoch}")
@@ -125,8 +125,8 @@ class ReplicaStore:
             whole or known.is_committed(key.version_id) or self._is_retained(key)
         ):
             raise FencedError(
-                f"{key} is of a past incarnation and not whole: job {key.job} is now owned by epoch {known.epoch} "
-                f"({known.incarnation})"
+                f"{key} belongs to a past incarnation and is not complete: job {key.job} is now owned by epoch "
+                f"{known.epoch} ({known.incarnation})"
             )
 
     def _is_retained(self, key: ShardKey) -> bool:
@@ -229,7 +229,7 @@ class ReplicaStore:
             try:
                 self.jobs.apply_retention(job, said)
             except RequestError as error:  # each node checks the limit when its own users retain a version
-                log.warning("what other nodes keep of job %s is not kept here: %s", job, error)
+                log.warning("job %s: cannot apply the retention marks of other nodes: %s", job, error)
 
     def apply_decision(self, job: str, decided: CommitDecision) -> None:
         """Apply the commit leader's decision, from any sender."""
@@ -242,7 +242,7 @@ class ReplicaStore:
                 self.jobs.mark_replicated(job, decided.replicated)
             news = self.jobs.mark_aborted(job, decided.aborted)
             if news:
-                log.info("job %s: versions %s are torn, given up", job, [group.version for group in news])
+                log.info("job %s: versions %s were aborted; deleting them", job, [group.version for group in news])
                 self._removal.delete_versions(job, news)
         for group in news:
             self._on_aborted(job, group)
@@ -254,7 +254,7 @@ def holders_to_store(me: str, holders: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def validate_received_record(record: ShardRecord) -> None:
-    """Check that a record from another node describes a possible shard; raise :class:`RequestError` if not."""
+    """Raise :class:`RequestError` unless a record from another node describes a possible shard."""
     validate_shard_key(record.key, record.size_bytes, record.parts)
     if not 1 <= record.chunk_bytes <= MAX_REPLICA_CHUNK_BYTES:
         raise RequestError(f"{record.key}: chunks of {record.chunk_bytes} bytes, {CHUNK_BYTES} are usual")

@@ -82,12 +82,15 @@ class ShardSealer:
         return record
 
     def _begin(self, lease_id: str, size_bytes: int) -> tuple[ArenaSlot, ShardRecord | None]:
-        """Begin to seal the lease's slot and return it; also return the record if an earlier, equal call sealed it."""
+        """Begin to seal the lease's slot and return it.
+
+        Also return the record if an earlier, equal call sealed the slot.
+        """
         self._table.check_open()
         slot, done = self._table.slot_for_lease(lease_id)
         while slot.state is not SlotState.LEASED and done is None:
             if deadlines.expired():
-                raise UnavailableError(f"what lease {lease_id} was for is still being sealed")
+                raise UnavailableError(f"lease {lease_id} is still being sealed")
             self._table.wait_for_change(deadlines.remaining_s(1.0))
             slot, done = self._table.slot_for_lease(lease_id)
         if done is not None or slot.lease is None:
@@ -193,13 +196,13 @@ class ShardReader:
             try:
                 fd = self._table.arena.open(slot.name)
             except FileNotFoundError as error:
-                raise ShardDamagedError(f"the file of {record.key} was removed by somebody else") from error
+                raise ShardDamagedError(f"the file of {record.key} was removed by another process") from error
             try:
                 size_bytes = os.fstat(fd).st_size
                 if size_bytes < record.size_bytes:
                     raise ShardDamagedError(
-                        f"the file of {record.key} was truncated by somebody else: {size_bytes} bytes of "
-                        f"{record.size_bytes} are left"
+                        f"the file of {record.key} was truncated by another process: {size_bytes} of "
+                        f"{record.size_bytes} bytes remain"
                     )
             except BaseException:
                 os.close(fd)
@@ -312,9 +315,12 @@ class ShardRemoval:
             return sum(not record.key.kind for _, record in found)
 
     def expire_job(self, job: str, reason: str) -> None:
-        """Drop all shards of a job without a request of its owner; its newest version and the reason stay recorded."""
+        """Drop all shards of a job without a request of its owner.
+
+        The job's newest version and the reason stay recorded.
+        """
         with self._table.exclusive():
-            log.warning("job %s: its shards are given back: %s", job, reason)
+            log.warning("job %s: dropping its shards: %s", job, reason)
             self._jobs.clients.record_expiry(job, reason)
             self.delete_versions(job, None)
 

@@ -144,7 +144,7 @@ def slot_fits(slot: SlotView, size_bytes: int) -> bool:
 
 
 def evictable_slots(slots: Iterable[SlotView], request: SlotRequest) -> list[SlotView]:
-    """Return sealed slots that no job needs: first attempts that a later attempt replaced, then the oldest versions.
+    """Return sealed slots that no job needs: replaced attempts first, then the oldest versions.
 
     A job without a rollback target keeps all its versions.
     """

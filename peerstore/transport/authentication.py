@@ -8,8 +8,8 @@
       Proof                        ──>
                                    <──    Welcome, or the reason for a refusal
 
-A proof is HMAC-SHA256 of all fields of both sides and of the prover's role, so that it cannot be changed, used on
-another connection, or sent back to its sender. A job that the server does not know looks like a job with another
+A proof is HMAC-SHA256 of all fields of both sides and of the prover's role. It cannot be changed, used on another
+connection, or sent back to its sender. A job that the server does not know looks like a job with another
 secret.
 
 The handshake authenticates both sides of a new connection. It does not encrypt or protect the later bytes: use TLS as
@@ -51,7 +51,7 @@ def generate_secret() -> bytes:
 
 
 def read_secret(given: str | Path) -> bytes:
-    """Return the secret ``given`` itself, or read it from a :class:`~pathlib.Path` or ``file:/path/to/it``."""
+    """Return the secret ``given``, or read it from a :class:`~pathlib.Path` or ``file:/path/to/it``."""
     if isinstance(given, Path):
         return _validate_secret(_read_secret_file(given), f"the secret in {given}")
     if given.startswith(_FILE):
@@ -105,7 +105,7 @@ def exposed_permissions(found: os.stat_result) -> str:
 
 
 class TlsFiles(NamedTuple):
-    """This node's certificate and key, and the authority that signed the certificates of all nodes (PEM files).
+    """PEM files: this node's certificate and key, and the authority of all nodes' certificates.
 
     Both sides show a certificate, so it must be valid for clients and servers. Names in certificates are compared only
     with ``check_names``: nodes' addresses change, and the job's secret proves the node's identity. The authority should
@@ -146,8 +146,8 @@ def check_private_key(path: Path) -> None:
         raise RequestError(f"key {path} cannot be used: {error.strerror}") from error
     if problem:
         raise RequestError(
-            f"key {path} {problem}: chmod 0400 it (a Kubernetes secret: defaultMode 0400, or 0440 with an fsGroup), "
-            "and have a new one made if others have accounts here"
+            f"key {path} {problem}: chmod 0400 it, or for a Kubernetes secret set the volume's defaultMode to 0400 "
+            "(0440 with an fsGroup). Replace the key if other users have accounts on this machine"
         )
 
 

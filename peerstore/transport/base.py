@@ -1,4 +1,4 @@
-"""Interfaces of transports, listeners and channels, a cursor over payload buffers, a partitionable transport."""
+"""Interfaces of transports, listeners and channels, a payload cursor, a partitionable transport."""
 
 from __future__ import annotations
 
@@ -182,7 +182,7 @@ class BufferCursor:
 
 
 class PartitionableTransport:
-    """A transport with fault injection: :meth:`partition` closes all channels and blocks new ones for a time."""
+    """Transport with fault injection: :meth:`partition` closes channels and blocks new ones."""
 
     def __init__(self, inner: Transport, clock: Callable[[], float] = time.monotonic) -> None:
         self.name = inner.name

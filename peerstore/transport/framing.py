@@ -37,7 +37,7 @@ FRAME_MAGIC = b"tPS"
 FRAME_PREFIX = struct.Struct(">3sBIQ")
 
 _WINDOW_BYTES = 256 << 10
-"""Largest number of bytes in one system call, so that copied bytes are still in the cache for the next copy."""
+"""Maximum bytes per system call, so that copied bytes are still in the cache for the next copy."""
 _SLOWEST_BYTES_PER_S = 64 << 10
 """Minimum average rate of a payload; a slower transfer fails."""
 _STEP_BYTES = 1 << 20
@@ -53,8 +53,9 @@ class ByteStream(Protocol):
     def now(self) -> float: ...
 
     def send(self, views: list[memoryview], *, more: bool, within_s: float) -> int:
-        """Send at least one byte of ``views`` and return the count; ``more`` means that the caller
-        sends more at once.
+        """Send at least one byte of ``views`` and return the count.
+
+        ``more`` means that the caller sends more at once.
         """
 
     def send_file(self, piece: FileSlice, *, within_s: float) -> int:
@@ -141,7 +142,7 @@ class FramedChannel:
             if cursor.left != self._left:
                 raise RequestError(f"{cursor.left} bytes were given to fill, the payload has {self._left}")
             if any(view.readonly for view in views):
-                raise RequestError("a view that is to be filled is read-only")
+                raise RequestError("cannot receive into a read-only view")
             deadline = self._stream.now() + self.timeout_s + cursor.left / _SLOWEST_BYTES_PER_S
             with self._closing_on_error():
                 while cursor.left:
@@ -199,9 +200,7 @@ class FramedChannel:
         while left:
             count = self._stream.send_file(FileSlice(fd, start, left), within_s=self.timeout_s)
             if count == 0:
-                raise ShardDamagedError(
-                    f"a file ended at byte {start}, {left} bytes before the end of what was to be sent"
-                )
+                raise ShardDamagedError(f"a file ended at byte {start}, {left} bytes before the end of its slice")
             start, left = start + count, left - count
 
     def _parse_prefix(self, prefix: bytearray) -> tuple[int, int]:
@@ -246,7 +245,7 @@ class FramedChannel:
 def parse_frame_prefix(
     prefix: bytes | bytearray, peer: str, *, max_header_bytes: int, max_payload_bytes: int
 ) -> tuple[int, int]:
-    """Return the sizes of header and payload in bytes; raise :class:`ProtocolError` if the prefix is invalid."""
+    """Return the header and payload sizes in bytes; raise :class:`ProtocolError` if invalid."""
     magic, version, header_bytes, payload_bytes = FRAME_PREFIX.unpack(prefix)
     if magic != FRAME_MAGIC:
         raise ProtocolError(f"{peer} sent something else than a message: {bytes(prefix)!r}")
@@ -275,7 +274,7 @@ def payload_size(payload: Payload) -> int:
         ends[part.fd] = max(ends.get(part.fd, 0), part.start + part.size)
     for fd, end in ends.items():
         if (found := os.fstat(fd).st_size) < end:
-            raise ShardDamagedError(f"a file has {found} bytes, {end} of which were to be sent")
+            raise ShardDamagedError(f"a file has {found} bytes, but its slice ends at byte {end}")
     return total
 
 

@@ -1,4 +1,4 @@
-"""RDMA transport over NIXL: registered buffers, payloads that the receiver reads itself, TCP for everything else.
+"""RDMA transport over NIXL: receivers read registered buffers; TCP carries everything else.
 
 The handshake over TCP authenticates peers; before that no payload is offered or read. NIXL itself does not
 authenticate, so all hosts of its network must be trusted. Receivers that verify payloads detect changed bytes as with
@@ -57,10 +57,11 @@ from peerstore.transport.tcp import TcpTransport
 
 
 class NixlTransport:
-    """Transport with a ``carrier`` for connections and small messages, and a NIXL ``backend`` with ``options``.
+    """Transport over NIXL, with a ``carrier`` for connections and small messages.
 
-    UCX selects its adapters by its own variables (``UCX_NET_DEVICES=mlx5_0:1``). After the first use, ``buffers``
-    times ``buffer_bytes`` of memory are registered for all channels together.
+    ``options`` configure the NIXL ``backend``. UCX selects its adapters by its own variables
+    (``UCX_NET_DEVICES=mlx5_0:1``). After the first use, ``buffers`` times ``buffer_bytes`` of memory are registered for
+    all channels together.
     """
 
     name = "nixl"
@@ -126,7 +127,7 @@ _encode = msgspec.msgpack.Encoder().encode
 
 
 class NixlChannel:
-    """A :class:`~peerstore.transport.base.MessageChannel` with large payloads over RDMA, next to another channel."""
+    """Message channel that sends large payloads over RDMA and the rest over its carrier."""
 
     def __init__(self, carrier: MessageChannel, memory: RegisteredMemory, least_bytes: int) -> None:
         self.peer = carrier.peer
@@ -217,7 +218,7 @@ class NixlChannel:
                 if cursor.left != self._left:
                     raise RequestError(f"{cursor.left} bytes were given to fill, the payload has {self._left}")
                 if any(view.readonly for view in views):
-                    raise RequestError("a view that is to be filled is read-only")
+                    raise RequestError("cannot receive into a read-only view")
                 with self._closing_on_error():
                     self._read_pieces(cursor)
 
@@ -402,7 +403,7 @@ def copy_payload_part(room: memoryview, part: memoryview | FileSlice, start: int
         if isinstance(part, FileSlice):
             count = os.preadv(part.fd, [target], part.start + start)
             if count == 0:
-                raise ShardDamagedError(f"a file ended at byte {part.start + start}, within what was to be sent")
+                raise ShardDamagedError(f"a file ended at byte {part.start + start}, before the end of its slice")
             return count
         with part.cast("B") as flat, flat[start : start + size] as source:
             target[:] = source
@@ -602,7 +603,7 @@ class RdmaRead:
 
 
 def poll_until_timeout(within_s: float, check: Callable[[], None], otherwise: str) -> Iterator[None]:
-    """Yield repeatedly with growing pauses; raise :class:`PeerUnreachableError` after ``within_s`` seconds."""
+    """Yield with growing pauses; raise :class:`PeerUnreachableError` after ``within_s`` seconds."""
     deadline = time.monotonic() + within_s
     pause_s = _FIRST_PAUSE_S
     while True:

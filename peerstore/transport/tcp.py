@@ -1,8 +1,8 @@
-"""TCP transport: connect, listen, admit connections before they authenticate, one thread per connection.
+"""TCP transport: connections, listeners, limits before authentication, a thread per connection.
 
 A connection is unauthenticated until its peer has proven a secret or a token. Unauthenticated connections share a small
-budget and have little time. If the budget is used up, the oldest connection of the address with most of them is closed,
-so that idle connections cannot lock out other peers.
+budget and have little time. If the budget is used up, the transport closes the oldest connection of the address with
+most of them. Idle connections therefore cannot lock out other peers.
 """
 
 from __future__ import annotations
@@ -75,7 +75,10 @@ class TcpTransport:
             tls.context(server=True)
 
     def listen(self, address: str, serve: Callable[[MessageChannel], None]) -> TcpListener:
-        """Listen on ``host:port``; port 0 picks a free one, an empty host means the interface's (or every) address."""
+        """Listen on ``host:port``; port 0 picks a free port.
+
+        An empty host means the interface's address, or every address if no interface is set.
+        """
         host, port = split_address(address)
         if is_wildcard_host(host) and self._interface:
             host = interface_addresses(self._interface)[0]
@@ -163,10 +166,13 @@ class TcpChannel(FramedChannel):
         self._sock = sock
 
     def detach(self) -> socket.socket:
-        """Return the socket, between two messages, for use with a selector; the channel is unusable afterwards."""
+        """Return the socket, between two messages, for use with a selector.
+
+        The channel is unusable afterwards.
+        """
         with self._closing, self._sending, self._receiving:
             self._check_usable()
-            self._closed, self._closed_reason = True, "somebody else has its socket"
+            self._closed, self._closed_reason = True, "its socket was detached"
             return self._sock
 
 
@@ -262,7 +268,7 @@ class ConnectionThreads:
             thread.join(max(0.0, until - time.monotonic()))
         running = sum(thread.is_alive() for thread in others)
         if running:
-            log.warning("the work of %d connections goes on %g s after they were ended", running, _JOIN_S)
+            log.warning("%d connection threads still run %g s after their channels were closed", running, _JOIN_S)
 
     def _run(
         self, accepted: Callable[[], FramedChannel], peer: str, stranger: UnauthenticatedConnection | None
@@ -295,7 +301,10 @@ class ConnectionThreads:
 
 MAX_UNAUTHENTICATED = 64
 MAX_UNAUTHENTICATED_PER_HOST = 8
-"""Per address. More are admitted for a moment, because many nodes behind one address may start together."""
+"""Limit per address.
+
+More are admitted for a moment, because many nodes behind one address may start together.
+"""
 _SHARE = 8
 """Unauthenticated connections use at most 1/8 of the process's open-file limit."""
 _GRACE_S = 1.0

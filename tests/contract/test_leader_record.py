@@ -85,7 +85,7 @@ def test_a_directory_that_others_write_to_is_refused(tmp_path: Path) -> None:
     folder = tmp_path / "open"
     folder.mkdir()
     folder.chmod(0o777)
-    with pytest.raises(ControlPlaneRefusedError, match="nobody else can write to"):
+    with pytest.raises(ControlPlaneRefusedError, match="no other user can write to"):
         open_leader_record(f"file://{folder}/leader").read()
 
 

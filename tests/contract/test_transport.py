@@ -353,7 +353,7 @@ def test_short_file_is_detected_before_sending(channel_ends):
     with tempfile.TemporaryFile() as file:
         file.write(bytes(100))
         file.flush()
-        with pytest.raises(ShardDamagedError, match="has 100 bytes, 101 of which"):
+        with pytest.raises(ShardDamagedError, match="has 100 bytes, but its slice ends at byte 101"):
             near.send(b"", [FileSlice(file.fileno(), 0, 100), FileSlice(file.fileno(), 51, 50)])
         for start, size in ((-1, 5), (5, -1)):
             with pytest.raises(RequestError, match="no file has"):

@@ -87,7 +87,7 @@ class IncomingTransfers:
         """The chunks that are missing or damaged; when there are none, the copy is sealed."""
         transfer = self._transfer_of(sender, name)
         if transfer is None:
-            raise LeaseLostError(f"transfer {name} is not known: it was given up")
+            raise LeaseLostError(f"transfer {name} is unknown: it was aborted")
         missing = tuple(number for number, done in enumerate(transfer.done) if not done)
         if missing:
             return missing

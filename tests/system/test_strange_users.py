@@ -106,7 +106,7 @@ def test_planted_directory_works_for_its_owner(planted_directory):
 
 def test_trainer_refuses_a_planted_directory(planted_directory):
     def train():
-        with pytest.raises(PeerRefusedError, match="that nobody else can write to"):
+        with pytest.raises(PeerRefusedError, match="that no other user can write to"):
             connect_or_launch_agent(planted_directory, ["/bin/false"])
 
     assert status_of(VICTIM, train) == 0
@@ -135,6 +135,6 @@ def test_command_refuses_a_named_planted_directory(planted_directory):
             settings_from_mapping({"agent": {"directory": str(planted_directory.directory)}})
         ) as sight:
             assert sight.agent is None
-            assert "that nobody else can write to" in sight.agent_error
+            assert "that no other user can write to" in sight.agent_error
 
     assert status_of(VICTIM, look) == 0

@@ -149,7 +149,7 @@ def test_failed_agent_start_reports_the_reason(directory):
 def test_a_directory_prepared_by_others_is_refused(directory):
     directory.mkdir(mode=0o777)
     directory.chmod(0o777)
-    with pytest.raises(RequestError, match=r"must be a directory of user .* nobody else can write to"):
+    with pytest.raises(RequestError, match=r"must be a directory of user .* no other user can write to"):
         connect_or_launch_agent(AgentPaths(directory), serve_command(directory, "--detach"))
     directory.rmdir()
     directory.symlink_to("/tmp")

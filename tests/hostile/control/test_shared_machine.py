@@ -176,7 +176,7 @@ def test_run_directory_is_trusted_only_when_private(run_directory):
     assert run_directory.read().job == "job"
     for folder in (run_directory.root, run_directory.directory):
         folder.chmod(0o777)
-        with pytest.raises(ControlPlaneUnavailableError, match="that nobody else can write to"):
+        with pytest.raises(ControlPlaneUnavailableError, match="that no other user can write to"):
             run_directory.read()
         folder.chmod(0o700)
     assert [run.job for run in list_runs(run_directory.root)] == ["job"]

@@ -77,7 +77,7 @@ def test_directory_writable_by_others_is_refused_before_connecting(foreign_agent
         pytest.skip("root may use the agent of the user that a configured directory belongs to")
     at, listener = foreign_agent
     unsafe(at.directory, monkeypatch)
-    with pytest.raises(PeerRefusedError, match=r"must be a directory of user .* that nobody else can write to"):
+    with pytest.raises(PeerRefusedError, match=r"must be a directory of user .* that no other user can write to"):
         who(at)
     with pytest.raises(BlockingIOError):
         listener.accept()
@@ -90,7 +90,7 @@ def test_commands_report_an_unsafe_directory(foreign_agent, unsafe, monkeypatch)
     settings = settings_from_mapping({"agent": {"directory": str(at.directory)}})
     with open_tier_client(settings) as sight:
         assert sight.agent is None
-        assert "nobody else can write to" in sight.agent_error
+        assert "no other user can write to" in sight.agent_error
     with pytest.raises(BlockingIOError):
         listener.accept()
 

@@ -85,7 +85,7 @@ def test_data_damaged_in_every_copy_is_never_used(nodes):
         flip_byte(node.path(V1), 2 * MIB)
     _, pulled = nodes["n1"].read(V1, sources=["n2", "n3"])
     assert pulled.failed.keys() == {V1}
-    assert "differs from what was sealed" in str(pulled.failed[V1])
+    assert "does not match its checksum" in str(pulled.failed[V1])
     wait_until(lambda: not nodes["n2"].holds(V1) and not nodes["n3"].holds(V1), "the damaged copies are dropped")
 
 

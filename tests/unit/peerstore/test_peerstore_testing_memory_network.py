@@ -182,7 +182,7 @@ def test_killed_node_closes_its_channels_and_listeners(network, line, clock):
         waiting.result(PATIENCE_S)
     with pytest.raises(PeerUnreachableError, match="n2 is gone"):
         far.receive()
-    with pytest.raises(PeerUnreachableError, match="nobody listens"):
+    with pytest.raises(PeerUnreachableError, match="no process listens"):
         line.here.connect("n2:7070")
     again = line.there.listen("n2:7070", lambda channel: channel.send(b"back"))
     assert text(line.here.connect("n2:7070")) == b"back"

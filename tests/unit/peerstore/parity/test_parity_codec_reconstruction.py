@@ -169,7 +169,7 @@ def test_mismatched_intact_inputs_are_reported():
 def test_short_read_is_damage(which):
     group = ParityStripe({name: bytes(40) for name in node_names(3)})
     del getattr(group, which)["n8"][-1:]
-    with pytest.raises(ShardDamagedError, match=r"on n8: bytes .* were asked for, 3 bytes came"):
+    with pytest.raises(ShardDamagedError, match=r"on n8: requested bytes .*, received 3 bytes"):
         rebuilt(group, "n0")
 
 

@@ -57,7 +57,7 @@ def test_sealed_shard_is_replicated_once_to_the_partner():
     [
         (PeerUnreachableError(""), 1.0),
         (ArenaBusyError(""), 1.0),
-        (LeaseLostError("the transfer was given up"), 1.0),
+        (LeaseLostError("the transfer was aborted"), 1.0),
         (OSError(""), 5.0),
         (ArenaFullError(""), REFUSED_RETRY_S),
         (ShardDamagedError(""), REFUSED_RETRY_S),

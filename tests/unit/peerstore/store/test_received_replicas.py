@@ -25,7 +25,7 @@ def test_complete_version_of_a_past_incarnation_gets_its_copies():
 def test_unfinished_version_of_a_past_incarnation_gets_no_replica():
     with memory_store() as store:
         store.claim("job", "b", at_least=1)
-        with pytest.raises(FencedError, match="not whole"):
+        with pytest.raises(FencedError, match="not complete"):
             store.begin_replica(record(3), whole=False)
 
 

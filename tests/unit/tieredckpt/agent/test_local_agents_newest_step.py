@@ -205,4 +205,4 @@ def agent_with_full_queue():
 
 
 def test_agent_that_accepts_no_connection_is_silent_and_not_absent(agent_with_full_queue):
-    assert "accepts nobody" in local_agents._query_agent(agent_with_full_queue.directory).silence
+    assert "accepted no connection" in local_agents._query_agent(agent_with_full_queue.directory).silence
