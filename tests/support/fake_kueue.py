@@ -1,6 +1,6 @@
-"""Kueue in memory: its part of the API, and what it does to Workloads when somebody plays it.
+"""An in-memory Kueue: its part of the API, and the Workload changes that tests trigger.
 
-It gives quota, asks it back, and never gives any that has not been given back.
+It admits and evicts Workloads, and never admits more than the free quota.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class FakeKueue:
         self.classes = {"high": 1000}
         self.flavors: dict[str, dict[str, Any]] = {}
         self.gives = "spot"
-        """The flavor that is given for GPUs."""
+        """Flavor assigned to GPUs."""
         self._kube = kube
         self._there: dict[str, dict[str, Any]] = {}
         self._numbers = itertools.count(1)
@@ -83,7 +83,7 @@ class FakeKueue:
     # -- what Kueue does ----------------------------------------------------------------------------------------------
 
     def workload_names(self) -> list[str]:
-        """Those that are there, least sizes first."""
+        """Return the names of all workloads, smallest size first."""
         return sorted(self._there, key=lambda name: int(name.split("-")[-2]))
 
     def workload(self, name: str) -> dict[str, Any]:
