@@ -101,7 +101,7 @@ class AgentJob:
             )
 
     def holders(self, of: ShardKey) -> tuple[str, ...]:
-        """Return the nodes whose agent lists the shard. A restarted agent first recovers shards left in memory."""
+        """Return the nodes whose agent lists the shard, including shards recovered after a restart."""
         found = []
         for name, host in self.hosts.items():
             with host.agent() as agent:

@@ -4,7 +4,7 @@ Inside :func:`run_ahead` the given tensors, and every tensor computed from them,
 on them is queued on one stream, whose thread runs operations in order. The call returns at once, with tensors that are
 filled later. Operations that return a value to the host (``item``, ``equal``) or draw random numbers wait for the
 stream. Reads that bypass torch's dispatcher (``tolist``, ``memcpy``) do not wait and may see stale memory. Collectives
-of :mod:`tests.support.nccl_like` also run on the stream: their ``wait`` returns before the result is there.
+of :mod:`tests.support.nccl_like` also run on the stream: their ``wait`` returns before the result is ready.
 """
 
 from __future__ import annotations

@@ -144,7 +144,7 @@ class _Block:
     span: Span
     index: int
     users: set[int]
-    """Names of the streams that may use it: the one that allocated it and those passed to ``record_stream``."""
+    """Names of the streams that may use it: the allocating stream and those given to ``record_stream``."""
 
 
 class AsyncDevice:
@@ -446,7 +446,7 @@ class AsyncDevice:
             self._freed.append(block)
             for stream in self._streams:
                 if stream.name not in block.users and any(work.touches(block.span) for work in stream.work):
-                    self._add_violation("a tensor has ended that another stream than its own is not done with")
+                    self._add_violation("a tensor was freed while a stream other than its own uses it")
 
     def _host_access(self, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor]) -> None:
         with self.lock:

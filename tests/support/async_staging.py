@@ -97,7 +97,7 @@ def stage_and_check(
 
 
 def run_seed(seed: int) -> AsyncDevice:
-    """Run one trainer that stages into two slots in turn; the seed decides sizes, streams and registration."""
+    """Run a trainer that stages into two slots in turn; the seed decides sizes and streams."""
     with use_device_backend(AsyncDevice(seed, chunk_bytes=1024)) as device, contextlib.closing(Copier(2)) as copier:
         choose = random.Random(seed)
         device.refuses = "out of locked memory" if choose.random() < 0.1 else ""

@@ -83,7 +83,7 @@ class FakeBlob:
 
 
 class FakeCheckpointStore:
-    """An in-memory checkpoint store. ``trouble`` maps a step to the error that reading its metadata raises."""
+    """An in-memory checkpoint store; ``trouble`` has errors to raise instead of a step's metadata."""
 
     def __init__(self, name: str = "here") -> None:
         self.name = name

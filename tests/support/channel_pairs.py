@@ -68,7 +68,7 @@ def nixl_missing_reason() -> str:
 
 @contextlib.contextmanager
 def nixl_channel_pair(timeout_s: float) -> Iterator[ChannelPair]:
-    """Yield two NIXL nodes with so few and small buffers that a test can exhaust them."""
+    """Yield two NIXL nodes with few, small buffers, which a test can exhaust."""
     if reason := nixl_missing_reason():
         pytest.skip(reason)
     here, there = (

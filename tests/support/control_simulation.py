@@ -207,7 +207,7 @@ class ControlSimulation:
             for rank in node.ranks.values():
                 rank.has_sealed = rank.stand is RankPhase.IN_WORLD and rank.epoch == self.desk.snapshot().world.epoch
 
-    # -- what happens -------------------------------------------------------------------------------------------------
+    # -- faults and requests ------------------------------------------------------------------------------------------
 
     def add(self) -> None:
         name = f"n{next(self._names)}"
@@ -314,7 +314,7 @@ class ControlSimulation:
         names = sorted(self.nodes)
         return self.nodes[names[number % len(names)]]
 
-    # -- what ranks do ------------------------------------------------------------------------------------------------
+    # -- rank events --------------------------------------------------------------------------------------------------
 
     def process_exited(self, rank: SimulatedRank, reason: str) -> None:
         node = self.nodes.get(rank.node)
@@ -341,7 +341,7 @@ class ControlSimulation:
         assert rank.paused is not None
         assert rank.paused <= target
 
-    # -- what must hold -----------------------------------------------------------------------------------------------
+    # -- invariants ---------------------------------------------------------------------------------------------------
 
     def check_one_world(self) -> None:
         """Check that the newest world has its full size; the other ranks are spares."""

@@ -87,7 +87,7 @@ class ElasticRun:
     def finish(self) -> None:
         self.touch("finish")
 
-    # -- what happened ------------------------------------------------------------------------------------------------
+    # -- rank output --------------------------------------------------------------------------------------------------
 
     def rank_messages(self, what: str, **wanted: Any) -> list[dict[str, Any]]:
         """Return the ranks' messages of kind ``what`` that have these values."""

@@ -61,7 +61,7 @@ class FakeKubernetes:
         self.queue: Any = None
         """A :class:`tests.support.fake_kueue.FakeKueue`, or ``None`` without Kueue."""
 
-    # -- what tests do ------------------------------------------------------------------------------------------------
+    # -- test helpers -------------------------------------------------------------------------------------------------
 
     def current_job(self) -> dict[str, Any]:
         assert self._job is not None
@@ -201,7 +201,7 @@ class FakeKubernetes:
             del self._agents[action.pod]
             self._pods[action.pod]["status"]["phase"] = "Succeeded"
 
-    # -- within -------------------------------------------------------------------------------------------------------
+    # -- internals ----------------------------------------------------------------------------------------------------
 
     def _bind(self, name: str, pod: dict[str, Any]) -> None:
         wishes = pod["spec"]["affinity"]["nodeAffinity"].get("preferredDuringSchedulingIgnoredDuringExecution", [])

@@ -228,7 +228,7 @@ class FakeHyperPodCluster:
             self._born += 1
             self.agents[name] = FakeHyperPodAgent(name, self.in_process)
 
-    # -- what is -----------------------------------------------------------------------------------------------------
+    # -- views -------------------------------------------------------------------------------------------------------
 
     @property
     def live_agents(self) -> list[FakeHyperPodAgent]:

@@ -79,7 +79,7 @@ class FakeHyperPodJob:
         node = next(one for one in self.nodes if one.plane is seat)
         node.line.close()
 
-    # -- what agents and their operator do ----------------------------------------------------------------------------
+    # -- simulated agents and operator --------------------------------------------------------------------------------
 
     def fault(self) -> None:
         """Send the fault to all nodes of a running job; they leave and return to the barrier."""

@@ -1,6 +1,6 @@
 """An in-memory Kueue: its part of the API, and the Workload changes that tests trigger.
 
-It admits and evicts Workloads, and never admits more than the free quota.
+It admits and evicts Workloads. :meth:`FakeKueue.admit_all_that_fit` stays within the quota.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class FakeKueue:
         self._numbers = itertools.count(1)
         kube.queue = self
 
-    # -- what the controller asks -------------------------------------------------------------------------------------
+    # -- the API ------------------------------------------------------------------------------------------------------
 
     def list_workloads(self, namespace: str, job: str) -> list[dict[str, Any]]:
         self._kube.check_reachable()
@@ -80,7 +80,7 @@ class FakeKueue:
             raise ResourceNotFoundError(name)
         return self.flavors[name]
 
-    # -- what Kueue does ----------------------------------------------------------------------------------------------
+    # -- Kueue's actions ----------------------------------------------------------------------------------------------
 
     def workload_names(self) -> list[str]:
         """Return the names of all workloads, smallest size first."""
