@@ -1,4 +1,4 @@
-"""Checkpoints of every format there ever was: this release reads them, bit for bit."""
+"""Golden checkpoints of every format version: this release must restore them bit for bit."""
 
 import shutil
 from pathlib import Path
@@ -23,17 +23,17 @@ FORMATS = sorted(HERE.glob("format-*"))
 
 @pytest.fixture(params=FORMATS, ids=lambda path: path.name)
 def golden(request, tmp_path):
-    """A copy: readers of a damaged step would leave a mark."""
+    """Copy the checkpoint, since a failed read would mark a step as damaged in place."""
     return Path(shutil.copytree(request.param, tmp_path / "golden"))
 
 
 def inside(path):
-    """The envelope of an index or a manifest, as any msgpack reader sees it."""
+    """Decode the envelope of an index or a manifest with plain msgpack."""
     return msgspec.msgpack.decode(zstandard.decompress(path.read_bytes()[4:-8]))
 
 
 def form(value):
-    """Keys and types, without the values: what another reader depends on."""
+    """Return keys and types without values, which other readers depend on."""
     if isinstance(value, dict):
         known = all(isinstance(key, str) and not is_digest(key) for key in value)
         return {key if known else "*": form(inner) for key, inner in value.items()}
@@ -92,7 +92,7 @@ def test_golden_manifests_match_their_indexes(golden):
         assert decode_manifest(encode_manifest(again)) == manifest
 
 
-def test_todays_writer_writes_todays_format(tmp_path, ranks):
+def test_writer_output_has_the_newest_golden_format(tmp_path, ranks):
     write(tmp_path, ranks)
     today = FORMATS[-1]
     for pattern in ("golden/manifests/*.manifest", "golden/steps/*/*/*.index"):

@@ -1,6 +1,6 @@
-"""Writes the golden checkpoint of today's format: ``python -m tests.golden.write``.
+"""Writer of the current format's golden checkpoint: ``python -m tests.golden.write``.
 
-Run it when the format's version goes up, and keep the folders of the older versions: they must stay readable.
+Run it after raising the format version. Keep the folders of older versions, which must stay readable.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from tieredckpt.settings import settings_from_mapping
 HERE = Path(__file__).parent
 JOB = "golden"
 STORED = {7: {"compress": "none", "hashed_keys": False}, 8: {"compress": "zstd", "hashed_keys": True}}
-"""How the durable tier keeps each step."""
+"""Durable settings of each step."""
 
 
 def counted(dtype: torch.dtype, *shape: int) -> torch.Tensor:
-    """Every byte another one, as long as there are bytes."""
+    """Return a tensor whose bytes count up from 0, modulo 256; bools alternate."""
     count = dtype.itemsize * torch.Size(shape).numel()
     data = torch.arange(count, dtype=torch.int64).to(torch.uint8)
     return (data & 1 if dtype is torch.bool else data).view(dtype).view(shape)
 
 
 def state_of(step: int) -> dict[str, Any]:
-    """One value of every kind the format has a place for."""
+    """Return a state with one value of every kind that the format supports."""
     return {
         "model": {
             "rows": torch.arange(7 * 5, dtype=torch.float32).view(7, 5) + step,
@@ -56,7 +56,7 @@ def state_of(step: int) -> dict[str, Any]:
 
 
 def save(directory: str, step: int, durable: dict[str, Any]) -> None:
-    """Two ranks; the rows are cut unevenly between them, everything else is replicated."""
+    """Save a step; the ranks' shards of the rows differ in size, and all other values are replicated."""
     settings = settings_from_mapping({"agent": {"directory": os.environ["GOLDEN_AGENT"]}, "durable": durable})
     state = state_of(step)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))

@@ -1,4 +1,4 @@
-"""The product with one thing left out on purpose, and the test that has to notice."""
+"""Mutants: deliberate defects in the product, each with the test that must fail."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _NCCL = "tests/unit/repository/test_nccl_like.py::"
 
 
 class Mutant(NamedTuple):
-    """In ``file`` of the product ``old``, which is there once, is ``new``; ``test`` fails then."""
+    """A defect: with ``new`` for the only ``old`` in ``file``, ``test`` must fail."""
 
     name: str
     file: str

@@ -1,6 +1,6 @@
-"""``python -m tests.mutants [WORDS]``: each mutant in a copy of the tree; its test has to fail there, and passes here.
+"""``python -m tests.mutants [WORDS]``: check that each mutant fails its test in a copy of the tree.
 
-With words: only mutants whose names have one of them.
+The tests must first pass without a mutant. With WORDS only mutants whose names contain one of them run.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tests.mutants import MUTANTS, PACKAGES, ROOT, Mutant
 
 _LIMIT_S = 600.0
 _FAILED = 1
-"""What pytest ends with where a test has failed; other numbers are of a run that was none."""
+"""pytest's exit status if a test failed; other nonzero statuses are errors of the run."""
 
 
 @contextmanager
@@ -31,7 +31,7 @@ def copy_repository() -> Iterator[Path]:
 
 
 def try_mutant(root: Path, tests: Sequence[str]) -> tuple[int, str]:
-    """pytest's status, and its last words."""
+    """Return pytest's exit status and the last lines of its output."""
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", "not nightly", *tests]
     environ = {**os.environ, "PYTHONPATH": str(root), "PYTHONDONTWRITEBYTECODE": "1"}
     try:
@@ -39,12 +39,12 @@ def try_mutant(root: Path, tests: Sequence[str]) -> tuple[int, str]:
             command, cwd=root, env=environ, capture_output=True, text=True, timeout=_LIMIT_S, check=False
         )
     except subprocess.TimeoutExpired:
-        return -1, f"not done in {_LIMIT_S:g} s"
+        return -1, f"timed out after {_LIMIT_S:g} s"
     return done.returncode, "\n".join(done.stdout.splitlines()[-5:])
 
 
-def is_surviving(mutant: Mutant) -> str:
-    """Why nobody has noticed; empty where its test failed."""
+def survival_reason(mutant: Mutant) -> str:
+    """Return why the mutant survives, or an empty string if its test failed."""
     with copy_repository() as root:
         mutant.apply(root)
         status, said = try_mutant(root, [mutant.test])
@@ -58,11 +58,11 @@ def main(words: Sequence[str]) -> int:
     with copy_repository() as root:
         status, said = try_mutant(root, sorted({one.test for one in wanted}))
     if status:
-        print(f"without any mutant the tests do not pass: {said}")
+        print(f"the tests fail without a mutant: {said}")
         return 1
     survivors = 0
     for one in wanted:
-        why = is_surviving(one)
+        why = survival_reason(one)
         print(f"{'SURVIVES' if why else 'caught  '}  {one.name}" + (f"\n{why}" if why else ""), flush=True)
         survivors += bool(why)
     print(f"{len(wanted) - survivors} of {len(wanted)} mutants are caught")

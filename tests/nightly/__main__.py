@@ -1,9 +1,11 @@
-"""``make nightly``: everything that takes hours, one command after the other.
+"""``make nightly``: run all tasks that take hours, one after the other.
 
-``build/nightly/record.json`` has the results of this revision: a run that was stopped goes on there, and what failed or
-was not available is run again. ``build/nightly/page.md`` is written after each command. With words: only tasks whose
-names have one of them (``ARGS='"py310, torch 2.7"'`` is one). Each environment of the DCP contract is 4 to 7 GB, in
-``.tox``; with ``PIP_INDEX_URL`` or ``PIP_EXTRA_INDEX_URL`` at torch's builds for CPUs it is a fraction of that.
+``build/nightly/record.json`` has the results of this revision. A new run skips the tasks that passed and repeats those
+that failed or were unavailable. Each task rewrites ``build/nightly/page.md``. With words as arguments only tasks whose
+names contain one of them run; ``ARGS='"py310, torch 2.7"'`` is one word.
+
+Each environment of the DCP contract takes 4 to 7 GB in ``.tox``. Set ``PIP_INDEX_URL`` or ``PIP_EXTRA_INDEX_URL`` to
+torch's CPU builds to make them much smaller.
 """
 
 from __future__ import annotations
@@ -31,7 +33,10 @@ _SCHEDULES, _AT_ONCE = {"simulation": 240_000, "worlds": 200_000}, 20_000
 _TORCH, _PYTHON = ("2.7", "2.13", "2.14"), ("py310", "py311", "py312", "py313")
 _CLONE = """clone=build/nightly/clone; trap "rm -rf $clone" EXIT
 rm -rf $clone; git clone -q . $clone; make -C $clone demo ARGS="""
-"""The demo's own list of packages must be enough for it. ARGS are those of ``make nightly``, so they are emptied."""
+"""Run the demo in a fresh clone, with only the packages that it installs.
+
+``ARGS`` is emptied because it has the arguments of ``make nightly``.
+"""
 _NOT_HERE = "could not find python interpreter|No matching distribution found for torch=="
 
 
@@ -39,9 +44,9 @@ def tasks() -> list[Task]:
     python = sys.executable
     pytest = (python, "-m", "pytest", "--hypothesis-profile", "patient")
     found = [Task(f"tests: {file}", (*pytest, "-m", MARKED, "--durations", "5", file), 6 * 3600.0) for file in _files()]
-    found.append(Task("system: what takes long", (*pytest, "-m", "nightly and system"), 3600.0))
+    found.append(Task("system: slow tests", (*pytest, "-m", "nightly and system"), 3600.0))
     found.append(Task("properties: all examples", (*pytest, "-m", "hypothesis and not nightly and not system")))
-    found.append(Task("mutants: each is caught", (python, "-m", "tests.mutants"), 3600.0))
+    found.append(Task("mutants: all are caught", (python, "-m", "tests.mutants"), 3600.0))
     for what, count in _SCHEDULES.items():
         for first in range(0, count, _AT_ONCE):
             command = (python, "-m", f"tests.{what}", "--seeds", str(first), str(first + _AT_ONCE))
@@ -53,7 +58,7 @@ def tasks() -> list[Task]:
 
 
 def random_faults(python: str) -> list[Task]:
-    """The seeds of each night are its own: tonight's follow those of the night before."""
+    """Return fault tests with the date's own seeds, which follow those of the day before."""
     first = dt.datetime.now(dt.timezone.utc).date().toordinal() % 10_000 * 1_000
     command = (python, "-m", "tests.faults", "--first", str(first), "--out", str(PLACE / f"faults-{first}"))
     found = [Task("faults: 1,000 at random", (*command, "--faults", "1000"), 12 * 3600.0)]
@@ -63,7 +68,7 @@ def random_faults(python: str) -> list[Task]:
 
 
 def contracts() -> list[Task]:
-    """One for each Python with each torch; the environments are in ``tox.ini``."""
+    """Return one task per Python and torch version; the environments are in ``tox.ini``."""
     tox = str(ROOT / ".venv/bin/tox")
     found = []
     for torch in _TORCH:
@@ -74,7 +79,7 @@ def contracts() -> list[Task]:
 
 
 def _files() -> list[str]:
-    """Those with tests for the night."""
+    """Return the test files that have nightly tests."""
     command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-m", MARKED]
     said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     return sorted({line.split("::", 1)[0] for line in said.splitlines() if "::" in line})
@@ -88,7 +93,7 @@ def flaky_tests() -> list[FlakyTest]:
 
 
 def run(task: Task) -> Result:
-    """In a session of its own, which ends with it."""
+    """Run a task in its own session and end the session with it."""
     began = time.monotonic()
     log = PLACE / "last.log"
     with log.open("wb") as out:
@@ -105,7 +110,7 @@ def run(task: Task) -> Result:
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
-    """pytest ends what its tests have started in sessions of their own, when it is interrupted and has a moment."""
+    """Interrupt the task, then kill it: pytest needs time to end sessions that its tests started."""
     for sign, patience_s in ((signal.SIGINT, 30.0), (signal.SIGKILL, None)):
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, sign)

@@ -1,4 +1,4 @@
-"""What a night has run, what is left of it, and the page that tells of it. Pure."""
+"""Results of a nightly run, its remaining tasks, and its report page; without I/O."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Outcome(str, Enum):
 
 
 class Task(msgspec.Struct, frozen=True):
-    """A command of the night. ``unavailable``: what it prints where this machine lacks what it needs."""
+    """A command of the nightly run; ``unavailable`` matches its output where a requirement is missing."""
 
     name: str
     command: tuple[str, ...]
@@ -34,7 +34,7 @@ class Result(msgspec.Struct, frozen=True):
     seconds: float
     figures: tuple[str, ...] = ()
     tail: str = ""
-    """The end of what it printed, where it failed."""
+    """Last lines of the output of a failed task."""
 
 
 class Record(msgspec.Struct, frozen=True):
@@ -61,30 +61,30 @@ class FlakyTest(msgspec.Struct, frozen=True):
 
 
 def resumed(found: Record | None, revision: str, now: str) -> Record:
-    """What was found goes on where it is of this revision."""
+    """Return the stored record if its revision matches, or a new one."""
     return found if found is not None and found.revision == revision else Record(revision, now)
 
 
 def remaining(tasks: Sequence[Task], record: Record) -> list[Task]:
-    """All but what passed: what failed or was not available is run again, and its last result stays until then."""
+    """Return the tasks that have not passed; the record has their last results until they run again."""
     passed = {name for name, one in record.results.items() if one.outcome is Outcome.PASSED}
     return [task for task in tasks if task.name not in passed]
 
 
 def judged(task: Task, status: int | None, printed: str, seconds: float) -> Result:
-    """``status`` is ``None`` when its time was over."""
+    """Return the result of a task that ended; ``status`` is ``None`` after a timeout."""
     lines = printed.splitlines()
     figures = tuple(line.strip(" =").removeprefix("figure: ") for line in lines if _FIGURES.search(line))
     if task.unavailable and re.search(task.unavailable, printed):
         return Result(Outcome.UNAVAILABLE, seconds)
     if status == 0:
         return Result(Outcome.PASSED, seconds, figures[-_MOST_FIGURES:])
-    end = [] if status is not None else [f"ended after {task.timeout_s:g} s"]
+    end = [] if status is not None else [f"killed after {task.timeout_s:g} s"]
     return Result(Outcome.FAILED, seconds, figures[-_MOST_FIGURES:], "\n".join([*lines[-_TAIL_LINES:], *end]))
 
 
 def page(tasks: Sequence[Task], record: Record, now: str, flaky: Sequence[FlakyTest] = ()) -> str:
-    """Markdown: the failures, the flaky tests of ``make test``, and the result of every task."""
+    """Return the report in Markdown: failures, flaky tests of ``make test``, and every task's result."""
     results = {task.name: record.results.get(task.name) for task in tasks}
     outcomes = [one.outcome for one in results.values() if one is not None]
     counts = [f"{outcomes.count(outcome)} {outcome.value}" for outcome in Outcome]

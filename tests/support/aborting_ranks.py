@@ -58,7 +58,7 @@ class AbortingRank:
     ) -> None:
         self._times, self._until, self._report = times, until, report
         self._rank, self._address, self._backend = rank, f"127.0.0.1:{store_port}", backend
-        # Another server than the groups': connections to theirs are cut with them.
+        # A separate store: an abort cuts the connections to the groups' own stores.
         self._meeting = dist.TCPStore("127.0.0.1", meeting_port, is_master=False, timeout=PATIENCE)
         self.took_s: list[float] = []
         self.sizes: dict[int, dict[str, int]] = {}
@@ -126,7 +126,7 @@ class AbortingRank:
         assert torch.equal(tensor.cpu(), torch.full((ELEMENTS,), 2.0 * epoch + 1)), f"epoch {epoch}"
 
     def _hang(self, groups: ProcessGroups, epoch: int) -> None:
-        """Rank 0 in a collective that the other one does not come to; both abort, as after a fault."""
+        """Hang rank 0 in a collective that rank 1 never joins; both ranks abort, as after a fault."""
         begun = threading.Event()
 
         def abort() -> None:
@@ -159,7 +159,7 @@ def rank_of_two(
     """Run one rank until it stops and return it."""
     if backend == nccl_like.NAME:
         nccl_like.register()
-    os.environ["NCCL_HOSTID"] = f"rank-{os.getpid()}"  # else NCCL takes no two ranks on one device
+    os.environ["NCCL_HOSTID"] = f"rank-{os.getpid()}"  # NCCL otherwise refuses two ranks on one device
     one = AbortingRank(rank, store_port, meeting_port, backend, times, **options)
     one.run()
     return one
@@ -182,4 +182,4 @@ if __name__ == "__main__":
         own_rank, store, meeting, sys.argv[4], most, until=float(sys.argv[6]),
         report=lambda **values: print(json.dumps(values), flush=True),
     )  # fmt: skip
-    os._exit(0)  # a communicator that does not end is no reason to wait: all epochs were measured
+    os._exit(0)  # do not wait for a communicator that does not end: all epochs were measured

@@ -1,4 +1,4 @@
-"""What an agent says of itself over HTTP, on the socket in its directory."""
+"""HTTP requests to an agent, over the Unix socket in its directory."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 class UnixSocketConnection(http.client.HTTPConnection):
-    """To where the agent of a directory says that it serves."""
+    """Connection to the Unix socket named in an agent directory's ``http`` file."""
 
     def __init__(self, directory: Path) -> None:
         super().__init__("localhost", timeout=30)

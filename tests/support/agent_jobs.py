@@ -1,4 +1,4 @@
-"""A job on several real node agents, driven without trainers: shards written, found and read by their bytes."""
+"""A job on several real node agents, without trainers: tests write, find and read shards as bytes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SIZE = 3 * MIB + 17
 
 @dataclass
 class AgentJob:
-    """Nodes, each with an agent of its own, and a job whose nodes they are."""
+    """A job and its nodes, each with its own agent."""
 
     hosts: dict[str, AgentNode]
     settings: ReplicationSettings = field(default_factory=ReplicationSettings)
@@ -42,12 +42,12 @@ class AgentJob:
     # -- nodes --------------------------------------------------------------------------------------------------------
 
     def start(self, crash_at: Mapping[str, str]) -> None:
-        """Start all agents at the same time, some of them with an appointment."""
+        """Start all agents in parallel; ``crash_at`` maps a node to its agent's crash points."""
         with ThreadPoolExecutor(len(self.hosts)) as pool:
             list(pool.map(lambda host: host.start(crash_at=crash_at.get(host.name, "")), self.hosts.values()))
 
     def join_all(self) -> None:
-        """All nodes know that they are the job's."""
+        """Send the job's member list to every agent and wait until each one sees all nodes alive."""
         for name, host in self.hosts.items():
             with host.agent(self.job) as agent:
                 self.nodes[name] = agent.this_node()
@@ -59,19 +59,19 @@ class AgentJob:
             with host.agent(self.job) as agent:
                 agent.join_peers(self.job, plan)
 
-        with ThreadPoolExecutor(len(self.hosts)) as pool:  # the first one waits for others to come
+        with ThreadPoolExecutor(len(self.hosts)) as pool:  # joining blocks until other nodes join
             list(pool.map(join, self.hosts.values()))
         for name in self.hosts:
             wait_until(lambda name=name: self.alive_nodes(name) == set(self.hosts), f"{name} sees all others")
 
     def alive_nodes(self, name: str) -> set[str]:
-        """Who takes part, as this node sees it."""
+        """Return the IDs of the nodes that this node sees alive."""
         with self.hosts[name].agent() as agent:
             view = agent.cluster_status(self.job)
         return {one.node.id for one in view.nodes if one.state == "alive"}
 
     def lose_node(self, name: str) -> None:
-        """The node is gone with everything in its memory."""
+        """Kill the node's agent and delete its memory."""
         self.hosts.pop(name).lose()
 
     # -- shards -------------------------------------------------------------------------------------------------------
@@ -80,7 +80,7 @@ class AgentJob:
         return [shard_key(version, part, job=self.job) for part in range(parts)]
 
     def save(self, version: int, *names: str, parts: int = 3, size_bytes: int = SIZE) -> list[ShardKey]:
-        """One part of a version on each node; an agent that dies meanwhile is no reason to fail."""
+        """Write one part of a version on each node, ignoring agents that die meanwhile."""
         keys = self.shard_keys(version, parts)
         for of, name in zip(keys, names or sorted(self.hosts), strict=True):
             place = AgentPaths(self.hosts[name].directory)
@@ -94,14 +94,14 @@ class AgentJob:
         return -1 if not found or found[0] is None else found[0]
 
     def wait_replicated(self, version: int, *names: str) -> None:
-        """Until these nodes (all) know that a version has all its copies."""
+        """Wait until the named nodes (default: all) know that a version is replicated."""
         for name in names or self.hosts:
             wait_until(
-                lambda name=name: self.newest_replicated(name) >= version, f"version {version} is settled on {name}"
+                lambda name=name: self.newest_replicated(name) >= version, f"version {version} is replicated on {name}"
             )
 
     def holders(self, of: ShardKey) -> tuple[str, ...]:
-        """The nodes that say they hold it, after they have looked at what a killed agent left there."""
+        """Return the nodes whose agent lists the shard, including shards recovered after a restart."""
         found = []
         for name, host in self.hosts.items():
             with host.agent() as agent:
@@ -110,14 +110,14 @@ class AgentJob:
         return tuple(sorted(found))
 
     def slot_path(self, name: str, of: ShardKey) -> Path:
-        """Where its bytes are on a node."""
+        """Return the path of the file that holds the shard's bytes on a node."""
         with self.hosts[name].agent() as agent:
             pin = agent.store.pin(of)
             agent.store.unpin(pin.id)
         return Path(f"/proc/self/fd/{pin.fd}").readlink()
 
     def assert_copies(self, keys: Sequence[ShardKey], *, copies: int = 2, size_bytes: int = SIZE) -> None:
-        """Every shard has so many copies by now, all of them bit for bit what was written."""
+        """Wait until every shard has ``copies`` copies; fail if one differs from the written bytes."""
         for of in keys:
             wait_until(lambda of=of: len(self.holders(of)) >= copies, f"{of} has {copies} copies")
             for name in self.holders(of):
@@ -143,13 +143,13 @@ class AgentJob:
                 peer.close()
 
     def read(self, of: ShardKey, sources: Sequence[str]) -> tuple[bytes, ReadResult]:
-        """A whole shard from these nodes, as a rank on a new node reads it."""
+        """Read a whole shard from these nodes, as a rank on a new node does."""
         with self.prepared_read(of, sources) as read:
             return read()
 
     @contextlib.contextmanager
     def prepared_read(self, of: ShardKey, sources: Sequence[str]) -> Iterator[Callable[[], tuple[bytes, ReadResult]]]:
-        """All that is asked before a shard is read; what is given reads it."""
+        """Fetch the shard's record and yield a function that reads the shard."""
         with self.range_reader() as (puller, peers):
             records: list[ShardRecord] = peers[sources[-1]].call(
                 "shard_records", GetShardRecords(of.version_id), list[ShardRecord]
@@ -157,7 +157,7 @@ class AgentJob:
             record = next(record for record in records if record.key == of)
 
             def read() -> tuple[bytes, ReadResult]:
-                """From whatever is in ``peers`` by then."""
+                """Read through the current entries of ``peers``, which a test may have replaced."""
                 data = bytearray(record.size_bytes)
                 pulled = puller.read([ReadRequest(record, [ReadTarget(0, len(data), memoryview(data))], list(sources))])
                 return bytes(data), pulled
@@ -169,11 +169,11 @@ class AgentJob:
 @contextlib.contextmanager
 def agent_job(
     *names: str,
-    settings: ReplicationSettings = ReplicationSettings(),  # noqa: B008 - it is never changed
+    settings: ReplicationSettings = ReplicationSettings(),  # noqa: B008 - never mutated
     quick: bool = True,
     crash_at: Mapping[str, str] | None = None,
 ) -> Iterator[AgentJob]:
-    """Agents that know each other."""
+    """Start one agent per name, join them into a job, and stop them at the end."""
     places = {name: Path("/dev/shm") / (process_prefix("tieredckpt") + uuid.uuid4().hex[:8]) for name in names}
     made = AgentJob({name: AgentNode(name, places[name], budget="256MiB", quick=quick) for name in names}, settings)
     everybody = list(made.hosts.values())

@@ -1,4 +1,4 @@
-"""Real node agents for tests: a directory of their own, ended by pid, nothing left behind."""
+"""Real node agents for tests: each has its own directory, is stopped by pid, and leaves no files."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tieredckpt.settings import Settings, load_settings, settings_from_mapping
 
 
 def agent_pid(directory: Path) -> int | None:
-    """The process that holds the directory's lock, when it is alive."""
+    """Return the pid of the live process that holds the directory's lock."""
     try:
         pid = int((directory / "agent.lock").read_text())
     except (OSError, ValueError):
@@ -31,12 +31,12 @@ def agent_pid(directory: Path) -> int | None:
 
 
 def wait_process_ended(pid: int, timeout_s: float = 200.0) -> None:
-    """Until the process is gone or only waits for init to notice, and has let go of its files."""
+    """Wait until the process is gone or a zombie, and its files are closed."""
     assert has_ended(pid, timeout_s), f"process {pid} did not end"
 
 
 def stop_process(pid: int, timeout_s: float = 200.0) -> None:
-    """SIGSTOP, until none of its threads runs any more: a signal that was sent has not stopped anybody yet."""
+    """Send SIGSTOP and wait until all threads are stopped: the signal takes effect later."""
     os.kill(pid, signal.SIGSTOP)
     deadline = time.monotonic() + timeout_s
     while {one.read_text().rpartition(")")[2].split()[0] for one in Path(f"/proc/{pid}/task").glob("*/stat")} != {"T"}:
@@ -65,7 +65,7 @@ def agent_directory() -> Iterator[Path]:
 
 @pytest.fixture
 def agent_dir(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A place for an embedded agent; processes started by the test find it by environment."""
+    """Yield a directory for an embedded agent; child processes find it through the environment."""
     with agent_directory() as directory:
         monkeypatch.setenv("TIEREDCKPT_AGENT_DIRECTORY", str(directory))
         monkeypatch.setenv("TIEREDCKPT_AGENT_BUDGET", "2GiB")
@@ -73,7 +73,7 @@ def agent_dir(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def module_agent(*jobs: str) -> Any:
-    """A fixture: one agent for all tests of a module, each of which has a job of its own, started for ``jobs``."""
+    """Return a fixture that starts one agent per module, with sessions open for ``jobs``."""
 
     @pytest.fixture(scope="module", autouse=True)
     def node() -> Iterator[Path]:
@@ -82,7 +82,7 @@ def module_agent(*jobs: str) -> Any:
             patch.setenv("TIEREDCKPT_AGENT_BUDGET", "2GiB")
             for job in jobs or ("begun",):
                 session = open_session(job, load_settings())
-                session.agent.watch_agent()  # as the first save of a test would, and until the last one has ended
+                session.agent.watch_agent()  # as a first save would, until the last test ends
             yield directory
 
     return node

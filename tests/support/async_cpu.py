@@ -1,11 +1,10 @@
-"""The thread that trains runs ahead of what it asks torch for, as with a GPU, but on the CPU.
+"""CPU tensors with asynchronous operations, so that the training thread runs ahead as on a GPU.
 
-Inside :func:`run_ahead` its tensors, and every tensor computed from them, are on a device: an operation that the
-calling thread starts on them is put on one stream, which runs it in order in a thread of its own. The call
-returns at once, with tensors whose elements come later. What needs an answer (``item``, ``equal``) waits for the
-stream, and so does what draws random numbers. What reads memory without asking torch (``tolist``, ``memcpy``) finds
-what happens to be there. Collectives of :mod:`tests.support.nccl_like` are done in the stream as well: their ``wait``
-returns before there is anything.
+Inside :func:`run_ahead` the given tensors, and every tensor computed from them, count as device tensors. An operation
+on them is queued on one stream, whose thread runs operations in order. The call returns at once, with tensors that are
+filled later. Operations that return a value to the host (``item``, ``equal``) or draw random numbers wait for the
+stream. Reads that bypass torch's dispatcher (``tolist``, ``memcpy``) do not wait and may see stale memory. Collectives
+of :mod:`tests.support.nccl_like` also run on the stream: their ``wait`` returns before the result is ready.
 """
 
 from __future__ import annotations
@@ -74,7 +73,7 @@ class CpuStream:
 
 
 class AsyncCpu(CpuBackend):
-    """The CPU as a device with one stream."""
+    """A CPU backend with one asynchronous stream."""
 
     def __init__(self, stream: CpuStream) -> None:
         self.stream = stream
@@ -136,7 +135,7 @@ class _Enqueued(TorchDispatchMode):
 
 
 def _in_place_operation(func: Any, args: Any, kwargs: Any) -> tuple[Callable[[], object], Any] | None:
-    """An operation that changes its arguments: what it answers is known."""
+    """Return the work and result of an in-place operation: the result is among its arguments."""
     returns = func._schema.returns
     if not returns:
         return lambda: func(*args, **kwargs), None
@@ -149,7 +148,7 @@ def _in_place_operation(func: Any, args: Any, kwargs: Any) -> tuple[Callable[[],
 
 
 def _new_tensors(func: Any, args: Any, kwargs: Any) -> tuple[Callable[[], object], Any] | None:
-    """An operation that makes tensors: their shapes are known."""
+    """Return the work and result of an operation that creates tensors of predictable shapes."""
     try:
         shapes = func(*_meta(args), **_meta(kwargs))
     except (RuntimeError, NotImplementedError):
@@ -175,7 +174,7 @@ def _meta(values: Any) -> Any:
 
 @contextlib.contextmanager
 def run_ahead(tensors: Iterable[torch.Tensor]) -> Iterator[CpuStream]:
-    """In the block ``tensors`` are on a device, and the calling thread does not wait for it; at its end all is done."""
+    """Make operations on ``tensors`` asynchronous in the block; finish them all at its end."""
     stream = CpuStream()
     device = AsyncCpu(stream)
     for one in tensors:

@@ -1,17 +1,17 @@
-"""Devices over this process's memory, as late and as hostile as :class:`tieredckpt.tensors.device.DeviceBackend` lets
-them be.
+"""Simulated devices in host memory, as late and as hostile as ``DeviceBackend`` allows.
 
-Nothing that a stream is given is done before somebody waits for it; who waits (or asks an event) has it done chunk by
-chunk, with chunks of other streams between them, in an order that a seed decides. So a run repeats itself, and what is
-read too early, or given back too early, is wrong every time and not one time in a thousand:
+Queued work runs only when the caller waits for it or queries an event. It then runs chunk by chunk, interleaved with
+chunks of other streams, in an order that a seed decides. A run is therefore reproducible: memory read or released too
+early is wrong every time, not one time in a thousand.
 
-- the target of a copy is poison until the copy is done;
-- memory that is not registered is copied to before the call returns, and copied from by way of another buffer;
-- registered memory is the pages that were there: memory that is gone, other pages in their place, and a registration
-  that is undone under a copy are violations; so is a tensor that ends before another stream than its own is done with
-  it.
+- The target of a copy is poison until the copy is done.
+- A copy into unregistered memory completes before the call returns. A copy from unregistered memory goes through
+  another buffer.
+- A registration covers the pages mapped at that time. Unmapped pages, replaced pages and unregistering during a copy
+  are violations.
+- Freeing a tensor while a stream other than its own still uses it is a violation.
 
-What every stream does is told to torch's own stream sanitizer, the process itself as one more stream.
+All accesses are also reported to torch's stream sanitizer, with the host process as one more stream.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from tieredckpt.tensors.slot_copy import memory_at_address
 POISON = 0xA5
 _PAGE = mmap.PAGESIZE
 _WATCHED = 8
-"""The last pages of a registration: they go first when a file is cut."""
+"""Pages to watch at the end of a registration: truncating a file removes these first."""
 _HOST = -1
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -63,7 +63,7 @@ class _Range(ctypes.Structure):
 
 @dataclass(eq=False)
 class _Work:
-    """One thing that a stream is given."""
+    """One operation queued on a stream."""
 
     chunks: Iterator[None]
     reads: Sequence[Span] = ()
@@ -138,19 +138,17 @@ class _Registration:
 
 @dataclass(eq=False)
 class _Block:
-    """Memory of a device. It stays where it is until all is over, whoever still writes into it."""
+    """Device memory. A freed block stays allocated, so that a late write cannot corrupt other objects."""
 
     memory: Any
     span: Span
     index: int
     users: set[int]
-    """Names of streams that may be given work on it until it ends: the one it was made on, and those that were said
-    (``record_stream``).
-    """
+    """Names of the streams that may use it: the allocating stream and those given to ``record_stream``."""
 
 
 class AsyncDevice:
-    """``count`` devices; ``seed`` decides in which order what is late is done."""
+    """A set of ``count`` devices; ``seed`` decides the order in which queued work runs."""
 
     type = "privateuseone"
 
@@ -160,11 +158,11 @@ class AsyncDevice:
         self.races: list[str] = []
         self.sanitizer = EventHandler()
         self.refuses = ""
-        """Why no memory can be registered."""
+        """Error that every registration returns; empty to allow registrations."""
         self.asked: set[torch.device] = set()
-        """Devices in whose name memory was registered, or not any more."""
+        """Devices for which memory was registered or unregistered."""
         self.read_back_bytes = 0
-        """Bytes that were copied to the host with ``to_host``."""
+        """Bytes copied to the host with ``to_host``."""
         self._on_replay: list[Callable[[], None]] = []
         self._random = random.Random(seed)
         self._chunk_bytes = chunk_bytes
@@ -179,7 +177,7 @@ class AsyncDevice:
         self.sanitizer._handle_stream_creation(_HOST)
         self._default = [self.new_stream(place) for place in self._places]
 
-    # -- what every device has --------------------------------------------------------------------------------
+    # -- the backend interface --------------------------------------------------------------------------------
 
     def device_count(self) -> int:
         return len(self._places)
@@ -278,20 +276,20 @@ class AsyncDevice:
             self._on_replay.remove(call)
 
     def replay(self, captured: Callable[[], None]) -> None:
-        """``captured`` was captured in a graph, which is replayed."""
+        """Run ``captured`` as the replay of a captured graph."""
         for call in self._on_replay:
             call()
         captured()
 
     @property
     def registered(self) -> set[int]:
-        """Where what is registered begins."""
+        """Start addresses of the registered memory."""
         return set(self._registered)
 
-    # -- what tests do with it --------------------------------------------------------------------------------
+    # -- test helpers ---------------------------------------------------------------------------------------
 
     def to_device(self, tensor: torch.Tensor, index: int = 0) -> torch.Tensor:
-        """A tensor of the same elements, and strides, on a device."""
+        """Copy a tensor to a device, with the same strides."""
         size = tensor.untyped_storage().nbytes()
         memory = bytearray(max(1, size))
         owner = np.frombuffer(memory, dtype=np.uint8)
@@ -306,7 +304,7 @@ class AsyncDevice:
         return there
 
     def copy_after_all_work(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A copy in this process's memory, of what is there once all is done."""
+        """Wait for all work on the tensor's device and return a host copy of the tensor."""
         self.synchronize(self._places[self._device_block(tensor).index])
         self.host_reads([tensor])
         return tensor.clone()
@@ -318,7 +316,7 @@ class AsyncDevice:
         reads: Sequence[torch.Tensor] = (),
         stream: AsyncStream | None = None,
     ) -> None:
-        """Call ``kernel`` with ``writes`` and ``reads`` when its turn has come."""
+        """Queue a call of ``kernel`` with ``writes`` and ``reads``."""
         with self.lock:
             if stream is None:
                 stream = self.current_stream(self._places[self._device_block(writes[0]).index])
@@ -334,7 +332,7 @@ class AsyncDevice:
 
     @contextlib.contextmanager
     def use_stream(self, stream: AsyncStream) -> Iterator[None]:
-        """The calling thread computes on ``stream``."""
+        """Make ``stream`` the calling thread's current stream."""
         before = self.current_stream(stream.place)
         self._mine.streams = {**getattr(self._mine, "streams", {}), stream.place.index: stream}
         try:
@@ -346,29 +344,29 @@ class AsyncDevice:
         self._device_block(tensor).users.add(stream.name)
 
     def host_reads(self, tensors: Sequence[torch.Tensor]) -> None:
-        """The process looks at these elements now."""
+        """Record that the host process reads these elements now."""
         self._host_access(tensors, [])
 
     def host_writes(self, tensors: Sequence[torch.Tensor]) -> None:
-        """The process changes these elements now, or gives their memory to somebody else."""
+        """Record that the host process changes these elements now, or reuses their memory."""
         self._host_access([], tensors)
 
     def close(self) -> None:
-        """All is done; what is wrong by now is in ``violations`` and ``races``."""
+        """Finish all work and check all registrations; see ``violations`` and ``races``."""
         with self.lock:
             for place in self._places:
                 self.synchronize(place)
             for known in self._registered.values():
                 self._check_registration(known)
 
-    # -- how it is late ---------------------------------------------------------------------------------------
+    # -- deferred work ---------------------------------------------------------------------------------------
 
     def next_name(self) -> int:
         self._names += 1
         return self._names
 
     def advance(self, event: AsyncEvent) -> None:
-        """One chunk: of what ``event`` waits for, or now and then of another stream."""
+        """Run one chunk of the work that ``event`` waits for, or sometimes one of another stream."""
         needed = [event.stream]
         while (after := needed[-1].work[0].after) is not None and not after.is_done:
             if after.stream in needed:
@@ -422,7 +420,7 @@ class AsyncDevice:
             yield
 
     def _check_device(self, tensor: torch.Tensor, stream: AsyncStream) -> bool:
-        """Whether it is on the stream's device, and not in this process's own memory."""
+        """Return whether the tensor is on a device; a device other than the stream's is a violation."""
         place = self.device_of(tensor)
         if place is not None and place != stream.place:
             self._add_violation(f"a stream of {stream.place} was given a tensor of {place}")
@@ -448,7 +446,7 @@ class AsyncDevice:
             self._freed.append(block)
             for stream in self._streams:
                 if stream.name not in block.users and any(work.touches(block.span) for work in stream.work):
-                    self._add_violation("a tensor has ended that another stream than its own is not done with")
+                    self._add_violation("a tensor was freed while a stream other than its own uses it")
 
     def _host_access(self, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor]) -> None:
         with self.lock:
@@ -462,7 +460,7 @@ class AsyncDevice:
             self._report_access(None, reads, writes, "the process")
 
     def _check_registration(self, known: _Registration) -> None:
-        """Whether the pages behind a registration are those that were there."""
+        """Check that a registration still has the same pages."""
         if not _is_mapped(known.watched):
             self._add_violation("memory is gone that is registered: its file was cut")
             return
@@ -477,7 +475,7 @@ class AsyncDevice:
     def _report_access(
         self, stream: AsyncStream | None, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor], what: str
     ) -> None:
-        """To the sanitizer. What the process has done so far is done when a stream begins."""
+        """Report an access to the sanitizer. A stream's work starts after the host's earlier accesses."""
         name = _HOST if stream is None else stream.name
         if stream is not None:
             begin = self.next_name()
@@ -491,7 +489,7 @@ class AsyncDevice:
 
 
 def _span(tensor: torch.Tensor) -> Span:
-    """From its first element to its last."""
+    """Return the bytes from the tensor's first element through its last."""
     if not tensor.numel():
         return Span(0, 0)
     steps = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
@@ -499,7 +497,7 @@ def _span(tensor: torch.Tensor) -> Span:
 
 
 def _alias(tensor: torch.Tensor) -> torch.Tensor:
-    """The same elements, without keeping their memory."""
+    """Return a tensor of the same elements that does not keep their memory alive."""
     span = _span(tensor)
     raw = torch.frombuffer(memory_at_address(span.start, span.stop - span.start), dtype=torch.uint8)
     found = raw.view(tensor.dtype).as_strided(tensor.shape, tensor.stride())
@@ -513,7 +511,7 @@ def _poison(tensor: torch.Tensor) -> None:
 
 
 def _is_mapped(span: Span) -> bool:
-    """Whether there is memory: to touch what is behind the end of a file would end the process."""
+    """Return whether the span is readable: touching pages beyond a file's end would raise SIGBUS."""
     size = span.stop - span.start
     here = _scratch(size)
     into, of = _Range(ctypes.addressof(here), size), _Range(span.start, size)
@@ -529,7 +527,7 @@ def _scratch(size: int) -> Any:
 
 
 def _peek_pipe(out: int, size: int) -> bytes:
-    """What is in a pipe, which keeps it."""
+    """Return a pipe's contents without consuming them."""
     copy, into = os.pipe()
     try:
         assert _libc.tee(out, into, ctypes.c_size_t(size), 0) == size

@@ -1,4 +1,4 @@
-"""A trainer on late devices whose state is staged again and again while it computes on: what a seed decides of it."""
+"""A seeded trainer on simulated asynchronous devices that stages its state while it computes."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _HEADER = 512
 
 
 class WrongBytesError(AssertionError):
-    """A slot does not hold what the state was."""
+    """A slot differs from the state that was staged into it."""
 
 
 class Trainer:
-    """Tensors on devices, and what they hold by now; computed on the calling thread's streams."""
+    """Tensors on devices and their expected values, computed on the calling thread's streams."""
 
     def __init__(self, device: AsyncDevice, seed: int) -> None:
         self.random = random.Random(seed)
@@ -51,7 +51,7 @@ class Trainer:
             expected.add_(1)
 
     def replace_one(self) -> None:
-        """A tensor ends, and another one of the same kind comes, as with ``optimizer.zero_grad(set_to_none=True)``."""
+        """Replace one tensor by a new equal one, as ``optimizer.zero_grad(set_to_none=True)`` does."""
         number = self.random.randrange(len(self.state))
         index = self.where[number]
         fresh = self.expected[number].clone()
@@ -81,7 +81,7 @@ def lay_out(state: list[torch.Tensor]) -> tuple[list[SlotWrite], int]:
 def stage_and_check(
     device: AsyncDevice, memory: MappedSlot, trainer: Trainer, copier: Copier, then: bool = True
 ) -> None:
-    """Stage, train on at once, and look at what is in the slot only afterwards, as the seal does."""
+    """Stage, train on at once, and only then check the slot, as the seal does."""
     pieces, _ = lay_out(trainer.state)
     expected = [one.clone() for one in trainer.expected]
     views = [memory.tensor(piece.start, piece.tensor.dtype, piece.tensor.shape) for piece in pieces]
@@ -97,13 +97,13 @@ def stage_and_check(
 
 
 def run_seed(seed: int) -> AsyncDevice:
-    """One trainer's life: streams of its own, saves into two slots by turns, slots of other sizes, no registration."""
+    """Run a trainer that stages into two slots in turn; the seed decides sizes and streams."""
     with use_device_backend(AsyncDevice(seed, chunk_bytes=1024)) as device, contextlib.closing(Copier(2)) as copier:
         choose = random.Random(seed)
         device.refuses = "out of locked memory" if choose.random() < 0.1 else ""
         mine: list[AsyncStream] = [device.new_stream(torch.device(device.type, index)) for index in range(2)]
         with contextlib.ExitStack() as stack:
-            if choose.random() < 0.5:  # it does not compute on the default streams
+            if choose.random() < 0.5:  # compute on streams other than the default ones
                 for stream in mine:
                     stream.wait_stream(device.current_stream(stream.place))
                     stack.enter_context(device.use_stream(stream))

@@ -1,4 +1,4 @@
-"""Checkpoints in AWS's format, made without AWS's library: blobs and metadata as bytes, and a place that holds them."""
+"""Checkpoints in AWS's format, made without AWS's library, and an in-memory store for them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from integration.sagemaker.format_writer import _Pickler
 from tieredckpt.errors import CheckpointNotFoundError
 
 Piece = tuple[str, tuple[int, ...], torch.Tensor]
-"""A name, where in the whole tensor, and what is there."""
+"""A tensor's name, the piece's offsets in the whole tensor, and the piece."""
 
 
 def torch_archive(value: Any) -> bytes:
@@ -37,7 +37,7 @@ def encode_checkpoint(
     shapes: Mapping[str, tuple[int, ...]] | None = None,
     objects: Mapping[str, Any] | None = None,
 ) -> tuple[list[bytes], Metadata]:
-    """What each rank wrote, and the metadata; objects are rank 0's."""
+    """Return each rank's blob and the metadata; rank 0 writes the objects."""
     described: dict[str, Any] = {}
     stored: dict[MetadataIndex, BlobRange] = {}
     blobs = []
@@ -83,7 +83,7 @@ class FakeBlob:
 
 
 class FakeCheckpointStore:
-    """A place in memory. ``trouble`` is what a step's metadata raises, instead of being there."""
+    """An in-memory checkpoint store; ``trouble`` has errors to raise instead of a step's metadata."""
 
     def __init__(self, name: str = "here") -> None:
         self.name = name

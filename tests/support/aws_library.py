@@ -1,4 +1,4 @@
-"""AWS's own library in this process, pointed at the servers of a test."""
+"""AWS's checkpointing library in this process, pointed at a test's servers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _ORIGINALS: dict[str, Any] = {}
 
 
 def use_servers(memory_url: str, s3_endpoint: str = "") -> None:
-    """The library has no option for either; what it was pointed at before is forgotten."""
+    """Patch the library to use these servers: it has no option for either address."""
     import amzn_sagemaker_checkpointing.storage.clients.inmemory.inmemory_client as memory
     import amzn_sagemaker_checkpointing.storage.clients.s3.s3_client as s3
     from amzn_sagemaker_checkpointing.checkpointing.filesystem import storage_base
@@ -27,12 +27,12 @@ def use_servers(memory_url: str, s3_endpoint: str = "") -> None:
     s3.S3Checkpoint = functools.partial(
         S3Checkpoint, endpoint=s3_endpoint, s3client_config=S3ClientConfig(force_path_style=True)
     )
-    # It would write to /var/log.
+    # Its own logger writes to /var/log.
     storage_base._TieredStorageBase._setup_logger = staticmethod(lambda *_: logging.getLogger("aws"))
 
 
 def library_classes() -> tuple[Any, Any, Any]:
-    """The library's config, writer and reader."""
+    """Return the library's config, writer and reader classes."""
     from amzn_sagemaker_checkpointing.checkpointing.filesystem.filesystem import (
         SageMakerTieredStorageReader,
         SageMakerTieredStorageWriter,

@@ -1,4 +1,4 @@
-"""AWS's own checkpointing library on ranks, unchanged but for where it is told its memory service is."""
+"""AWS's checkpointing library on ranks, unchanged except for its memory service's address and its log."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.distributed.checkpoint import async_save, load, save
 
 @contextmanager
 def aws_library_at(url: str) -> Iterator[Any]:
-    """Its config, writer and reader, as long as the block runs. It has no setting for the address, and logs to /var."""
+    """Yield the library's config, writer and reader, patched to use ``url`` and not to log to /var."""
     from amzn_sagemaker_checkpointing.checkpointing import filesystem
     from amzn_sagemaker_checkpointing.checkpointing.filesystem import storage_base
     from amzn_sagemaker_checkpointing.config.in_memory_client import InMemoryClientConfig
@@ -40,7 +40,7 @@ def aws_library_at(url: str) -> Iterator[Any]:
 
 
 def state_of(step: int, world: int) -> dict[str, Any]:
-    """What a job has after ``step``: a tensor of each rank, one that all have, and the step."""
+    """Return a job's state after ``step``: one tensor per rank, one shared tensor, and the step."""
     made = torch.Generator().manual_seed(step)
     shared = torch.randn(33, 7, generator=made)
     return {
@@ -51,7 +51,7 @@ def state_of(step: int, world: int) -> dict[str, Any]:
 
 
 def save_steps(urls: list[str], namespace: str, steps: list[int]) -> None:
-    """Each rank saves its own tensor, and what all have; every other step in the background."""
+    """Save each rank's own tensor and the shared state, in the background unless 20 divides the step."""
     rank, world = dist.get_rank(), dist.get_world_size()
     with aws_library_at(urls[rank]) as (Config, Writer, _):
         for step in steps:
@@ -67,7 +67,7 @@ def save_steps(urls: list[str], namespace: str, steps: list[int]) -> None:
 
 
 def load_newest(urls: list[str], namespace: str, step: int | None = None) -> tuple[int, bool]:
-    """The step that this rank found, and whether it got what was saved then, of all ranks, bit for bit."""
+    """Return the loaded step, and whether all ranks' tensors are bit for bit those saved then."""
     rank, world = dist.get_rank(), dist.get_world_size()
     with aws_library_at(urls[rank]) as (Config, _, Reader):
         state = state_of(10**6, world)

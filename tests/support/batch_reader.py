@@ -1,4 +1,4 @@
-"""A trainer that only reads batches, to be run in a process that may be killed."""
+"""A trainer that only reads batches, for processes that tests kill."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def batch_of(index: int) -> dict[str, object]:
 
 
 class LoggedPrepare:
-    """Prepares, and leaves a line for each batch: its index and who did it."""
+    """Batch preparation that logs each batch's index and the preparing process's pid."""
 
     def __init__(self, log: Path) -> None:
         self._log = log
@@ -32,7 +32,7 @@ class LoggedPrepare:
 
 
 def prepare_counts(log: Path) -> Counter[int]:
-    """How many times each batch was prepared."""
+    """Return the number of times each batch was prepared."""
     return Counter(int(line.split()[0]) for line in log.read_text().splitlines()) if log.exists() else Counter()
 
 
@@ -61,7 +61,7 @@ def prepare_or_exit(index: int) -> int:
 
 
 class UnpicklableError(Exception):
-    """Cannot be read back from a pickle."""
+    """An exception that cannot be unpickled."""
 
     def __init__(self, one: str, other: str) -> None:
         super().__init__(f"{one} {other}")
@@ -72,7 +72,7 @@ def raise_unpicklable(index: int) -> None:
 
 
 def read_batches(say: Callable[[str], None], directory: Path, log: Path, end: int, max_bytes: int = 1 << 30) -> None:
-    """All batches up to ``end``, one after the other."""
+    """Read all batches up to ``end`` and check them."""
     with open_cache(directory, max_bytes=max_bytes) as cache:
         for index in range(end):
             assert cache.get(index, LoggedPrepare(log)) == batch_of(index)
@@ -95,7 +95,7 @@ def make_tensors(index: int) -> dict[str, Any]:
 
 
 def read_tensors(say: Callable[[str], None], directory: Path, end: int, max_bytes: int) -> dict[str, Any]:
-    """Prepared by a worker, with less room than is needed."""
+    """Read tensors prepared by a worker, in a cache smaller than all batches need."""
     with BatchCache("job", fingerprint=FINGERPRINT, directory=directory, max_bytes=max_bytes) as cache:
         cache.mark_committed(0)
         with PrefetchIterator(cache, range(end), make_tensors, workers=1, start_method="fork") as batches:
@@ -106,7 +106,7 @@ def read_tensors(say: Callable[[str], None], directory: Path, end: int, max_byte
 
 
 def work_beside_another_child(say: Callable[[str], None], directory: Path) -> None:
-    """A worker that was forked, and a child of another kind that has all its pipes."""
+    """Fork a worker and an unrelated child that inherits the worker's pipes; report both pids and hang."""
     with open_cache(directory) as cache:
         worker = PrepareWorker(cache, batch_of, "fork")
         worker.prepare(0, 0)
@@ -121,7 +121,7 @@ def work_beside_another_child(say: Callable[[str], None], directory: Path) -> No
 def read_ahead(
     say: Callable[[str], None], directory: Path, log: Path, end: int, workers: int, hang_after: int = -1
 ) -> list[str]:
-    """The same, six ahead; the processes that this one has at the end."""
+    """Read the batches, prefetching six; return the child pids that remain at the end."""
     with (
         open_cache(directory) as cache,
         PrefetchIterator(

@@ -48,7 +48,7 @@ def assert_same_bits(a: Any, b: Any, where: str = "state") -> None:
 
 
 def zeros_like_state(value: Any) -> Any:
-    """A state of the same form with nothing of the values in it."""
+    """Return a state of the same structure with zeroed tensors and no other values."""
     if isinstance(value, DTensor):
         return torch.zeros_like(value)
     if isinstance(value, torch.Tensor):

@@ -1,4 +1,4 @@
-"""Two ends of a channel, both in the hands of a test."""
+"""Both ends of a channel, controlled by one test."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PATIENCE_S = 200.0
 
 
 class ChannelPair:
-    """One transport with a node at each end of it."""
+    """Two nodes connected by one kind of transport."""
 
     def __init__(self, here: Transport, there: Transport, address: str) -> None:
         self.here = here
@@ -41,7 +41,7 @@ class ChannelPair:
         return self._stack.enter_context(contextlib.closing(self.here.connect(listener.address, timeout_s=PATIENCE_S)))
 
     def connected_ends(self) -> tuple[MessageChannel, MessageChannel]:
-        """A channel's two ends. The far one stays open until the test is over or closes it."""
+        """Connect and return both ends. The far one stays open until the test ends or closes it."""
         if self._meeting is None:
             self._meeting = self.listen(self._hand_over)
             self._stack.callback(self._done.set)
@@ -53,7 +53,7 @@ class ChannelPair:
         self._done.wait()
 
     def run_in_background(self, work: Callable[..., object], *args: object, **more: object) -> Future:
-        """Do it on another thread; the future has what came of it."""
+        """Run ``work`` on another thread and return its future."""
         return self._pool.submit(work, *args, **more)
 
     def close(self) -> None:
@@ -61,14 +61,14 @@ class ChannelPair:
 
 
 def nixl_missing_reason() -> str:
-    """Why NIXL cannot be tested here."""
+    """Return the reason NIXL cannot be tested here, or an empty string."""
     found = any(importlib.util.find_spec(name) for name in ("nixl_cu12", "nixl_cu13"))
     return "" if found else "NIXL is not installed: pip install nixl-cu12"
 
 
 @contextlib.contextmanager
 def nixl_channel_pair(timeout_s: float) -> Iterator[ChannelPair]:
-    """Two nodes with buffers of their own, few and small enough to run out of."""
+    """Yield two NIXL nodes with few, small buffers, which a test can exhaust."""
     if reason := nixl_missing_reason():
         pytest.skip(reason)
     here, there = (
@@ -84,7 +84,7 @@ def nixl_channel_pair(timeout_s: float) -> Iterator[ChannelPair]:
 
 @contextlib.contextmanager
 def channel_pair(kind: str, directory: Path, *, timeout_s: float = PATIENCE_S) -> Iterator[ChannelPair]:
-    """One of a kind of the contract suite, both ends of which wait ``timeout_s`` in the middle of a message."""
+    """Yield a pair of the contract suite's ``kind``; ``timeout_s`` limits waits within a message."""
     if kind in ("memory", "severable"):
         network = MemoryNetwork()
         ends: list[Transport] = [network.transport(name, timeout_s=timeout_s) for name in ("n1", "n2")]

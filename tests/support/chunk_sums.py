@@ -1,4 +1,4 @@
-"""The checksums of a shard's chunks, of bytes in memory."""
+"""Chunk checksums of a shard whose bytes are in memory."""
 
 import xxhash
 

@@ -1,4 +1,4 @@
-"""A job's nodes as one of them would see them, written in a line each."""
+"""Compact builders for a job's cluster view: one line per node."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def cluster_node(
     bases: Mapping[int, int] | None = None,
     **more: Any,
 ) -> ClusterNode:
-    """``holds={7: [0, 1]}``: parts 0 and 1 of step 7; a negative part, ``~1``, is a copy of part 1."""
+    """Return a node; ``holds={7: [0, ~1]}`` gives it part 0 of step 7 and a copy of part 1."""
     facts = []
     for step, held in (holds or {}).items():
         which = step if isinstance(step, VersionId) else version_id(step)
@@ -66,7 +66,7 @@ def step_inventory(
     unreachable: Mapping[Tier, str] | None = None,
     **more: Any,
 ) -> StepInventory:
-    """What the durable tier has beside: ``durable`` steps, and whatever is given in full."""
+    """Return an inventory of the given steps, with the ``durable`` ones marked durable."""
     views = {one.version_id: one for one in steps if isinstance(one, StepStatus)}
     for step in durable:
         which = version_id(step)

@@ -1,4 +1,4 @@
-"""Several nodes on one machine: an agent and a directory each, ranks on one of them, nodes that are lost."""
+"""Several nodes on one machine, each with an agent and a directory, which tests can kill."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _PATIENCE_S = 200.0
 
 @dataclass
 class AgentNode:
-    """One node: where its agent lives, and what it fails together with."""
+    """One node: its agent's directory and settings, and its failure-domain labels."""
 
     name: str
     directory: Path
@@ -42,7 +42,7 @@ class AgentNode:
     budget: str = "1GiB"
     transport: str = "tcp"
     quick: bool = True
-    """An agent that the tests start here notices the loss of others sooner than those of users."""
+    """Whether its agent uses shorter timeouts, to detect lost nodes sooner than in production."""
 
     @property
     def environ(self) -> dict[str, str]:
@@ -66,7 +66,7 @@ class AgentNode:
         return agent_pid(self.directory)
 
     def start(self, *, crash_at: str = "") -> None:
-        """Start its agent now; it may be one that a test has killed."""
+        """Start or restart its agent; ``crash_at`` names crash points."""
         module = _QUICK if self.quick else "tieredckpt.agent"
         command = [part if part != "tieredckpt.agent" else module for part in agent_command(self.settings)]
         environ = {**os.environ, "PYTHONPATH": str(_ROOT), **crashes.crash_environ(crash_at)}
@@ -76,20 +76,20 @@ class AgentNode:
 
     @contextlib.contextmanager
     def agent(self, job: str = "") -> Iterator[NodeAgentClient]:
-        """Its agent, as a trainer of ``job`` reaches it."""
+        """Yield a client of its agent, as a trainer of ``job`` uses it."""
         settings = override_settings(self.settings, agent={"embedded": False})
         with contextlib.closing(NodeAgentClient(settings, job)) as node:
             yield node
 
     def wait_agent_ended(self) -> None:
-        """Until its agent is dead."""
+        """Wait until its agent is dead and its socket is closed."""
         deadline = time.monotonic() + _PATIENCE_S
         while self.pid is not None or self._answers():
             assert time.monotonic() < deadline, f"the agent of {self.name} lives"
             time.sleep(0.01)
 
     def _answers(self) -> bool:
-        """Whether its socket is open: the last threads of a killed process may still have it."""
+        """Return whether its socket is open: the last threads of a killed process may still hold it."""
         try:
             connect_to_agent(AgentPaths(self.directory).socket).close()
         except AgentUnreachableError:
@@ -97,17 +97,17 @@ class AgentNode:
         return True
 
     def lose(self) -> None:
-        """The machine is gone: its agent, and everything in its memory."""
+        """Lose the machine: kill its agent and delete its memory."""
         stop_agent(self.directory, signal.SIGKILL)
         shutil.rmtree(self.directory, ignore_errors=True)
 
     def kill_agent(self) -> None:
-        """Only the agent is gone; what it kept lies in memory."""
+        """Kill only the agent; its shards stay in memory."""
         stop_agent(self.directory, signal.SIGKILL)
         self.wait_agent_ended()
 
     def suspend_agent(self) -> None:
-        """It is there, and answers nobody."""
+        """Suspend the agent: its process lives but does not answer."""
         if self.pid is not None:
             stop_process(self.pid)
 
@@ -118,7 +118,7 @@ class AgentNode:
 
 @dataclass
 class Cluster:
-    """Nodes, and a job whose ranks run on them."""
+    """A set of nodes and a job whose ranks run on them."""
 
     ranks: RankPool
     hosts: dict[str, AgentNode] = field(default_factory=dict)
@@ -135,7 +135,7 @@ class Cluster:
     def run(
         self, where: Sequence[str], function: Callable[..., Any], *args: Any, environ: dict[str, str] | None = None
     ) -> list[Any]:
-        """``function(job, *args)`` on one rank per name: rank i lives on node ``where[i]``."""
+        """Run ``function(job, *args)`` on one rank per name: rank i is on node ``where[i]``."""
         places = [self.hosts[name].environ for name in where]
         return self.ranks.run(len(where), _on_node, places, list(where), function, (self.job, *args), environ=environ)
 
@@ -173,6 +173,6 @@ def make_cluster(ranks: RankPool, *names: str, labels: Callable[[str], str] = la
 
 @pytest.fixture
 def cluster(ranks: RankPool) -> Iterator[Cluster]:
-    """Three nodes in three racks."""
+    """Yield three nodes in three racks."""
     with make_cluster(ranks, "n1", "n2", "n3", labels=lambda name: f"rack=r{name[1:]}") as made:
         yield made

@@ -1,4 +1,4 @@
-"""Every control plane behind one handle, for the contract suite: a job whose nodes have one rank each."""
+"""Every control plane behind one protocol, for the contract suite: a job with one rank per node."""
 
 from __future__ import annotations
 
@@ -29,21 +29,21 @@ SECRET = b"a secret of the tests, long enough"
 
 
 class ControlPlaneJob(Protocol):
-    """What happens to the job from outside. ``seats`` are processes that have not called ``ready`` yet."""
+    """External control of a job; ``planes`` are its ranks' control planes."""
 
     planes: list[Any]
     starts_anew: bool
-    """After a fault or a resize all processes are new ones, which ``again(size)`` starts."""
+    """Whether a fault or a resize restarts all processes."""
     ends_leftovers: bool
-    """Who has no place in the next world is not told so: its process is ended from outside."""
+    """Whether the launcher ends ranks without a place in the next world, without a notice to them."""
     resize_is: NoticeKind
-    """What a rank hears of one."""
+    """Kind of notice that a rank receives on a resize."""
 
     def add_rank(self) -> ControlPlane: ...
     def resize(self, nodes: int) -> None: ...
     def stop(self) -> None: ...
     def lose_rank(self, seat: Any) -> None:
-        """Its node is gone, without a word."""
+        """Lose the rank's node without a notice."""
 
 
 class MemoryJob:
@@ -69,7 +69,7 @@ class MemoryJob:
 
 @contextlib.contextmanager
 def memory_job(size: int, spares: int = 0, *, grace_s: float = 60.0, grow_s: float = 60.0) -> Iterator[ControlPlaneJob]:
-    """``grow_s`` is how long nodes are collected before there is a greater world; here they need not be."""
+    """Yield a job in memory; it ignores ``grow_s``, the seconds to wait for more nodes before growing."""
     job = MemoryJob(size, spares, grace_s)
     try:
         yield job
@@ -79,7 +79,7 @@ def memory_job(size: int, spares: int = 0, *, grace_s: float = 60.0, grow_s: flo
 
 
 class ThreadRank(SupervisorClient):
-    """A rank of a test: its process is a thread, and its supervisor a thread too."""
+    """A rank whose process and supervisor are threads of the test."""
 
     def __init__(self, process: ThreadProcess, supervisor: Supervisor) -> None:
         super().__init__(supervisor_endpoint(process.environ))
@@ -87,7 +87,7 @@ class ThreadRank(SupervisorClient):
 
 
 class ThreadProcess:
-    """A double of :class:`~elastic.control.child_processes.ChildProcess`: a process that a test speaks for."""
+    """A fake :class:`~elastic.control.child_processes.ChildProcess` that a test drives."""
 
     def __init__(self, environ: dict[str, str], ended: Callable[[int], None]) -> None:
         self.environ = environ
@@ -117,7 +117,7 @@ class ThreadProcess:
 
 
 class SupervisedJob:
-    """A coordinator and its supervisors, on threads of this process and with real sockets."""
+    """A coordinator and its supervisors on threads of this process, connected by real sockets."""
 
     starts_anew, ends_leftovers, resize_is = False, False, NoticeKind.RESIZE
 
@@ -137,7 +137,7 @@ class SupervisedJob:
         settings = CoordinatorSettings("job", policy, 1, store=store, reconnect_timeout_s=0.2)
         self.coordinator = Coordinator(settings, SECRET, farewell_s=1.0)
         self._run(self.coordinator.run, self.coordinator.request_stop)
-        assert self._ask(ResizeRequest(size, "so many")).max_nodes == size
+        assert self._ask(ResizeRequest(size, "initial size")).max_nodes == size
         self.planes = [self._node(number) for number in range(size + spares)]
 
     def _run(self, run: Callable[[], Any], end: Callable[[], None]) -> None:
@@ -147,7 +147,7 @@ class SupervisedJob:
         self._stack.callback(end)
 
     def _node(self, number: int) -> Any:
-        """A node with one rank. It does not outlive it: what is started in its place ends the supervisor."""
+        """Start a node with one rank. Starting a replacement rank kills the node's supervisor instead."""
         name = f"n{number}"
         came: queue.SimpleQueue[ThreadProcess] = queue.SimpleQueue()
 
@@ -204,12 +204,12 @@ def supervised_job(
 
 
 def rootless_job(size: int, spares: int = 0, **options: float) -> contextlib.AbstractContextManager[ControlPlaneJob]:
-    """The same, with a store on every node."""
+    """Yield a supervised job with a store on every node."""
     return supervised_job(size, spares, store=ROOTLESS, **options)  # type: ignore[arg-type]
 
 
 def start_all(*calls: Callable[[], Any]) -> list[Future[Any]]:
-    """All calls, each on a thread of its own; their futures."""
+    """Start each call on its own thread and return the futures."""
     return [_start(call) for call in calls]
 
 

@@ -1,6 +1,6 @@
-"""A coordinator's desk and some nodes' seats at one table: no socket, no process, no clock, and every message by hand.
+"""A simulated coordinator and its nodes, without sockets, processes or clocks: tests deliver messages.
 
-Whatever is said is said as a whole: messages may be late, dropped or repeated.
+Every message carries the sender's full state, so messages may be late, dropped or repeated.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from elastic.world.world_state import NO_STEP_HOLDERS, RequestedStep, SealedStep
 
 HEARTBEAT_S = 1.0
 STORE_TURNS = 3
-"""How long a store takes to start."""
+"""Turns that a store takes to start."""
 
 
 class SimulatedRank:
-    """What a rank's client and its loop do, without either."""
+    """A rank's control client and recovery loop, simulated."""
 
     def __init__(self, table: ControlSimulation, node: str, token: str) -> None:
         self.table, self.node, self.token = table, node, token
@@ -43,7 +43,7 @@ class SimulatedRank:
         self.sealed: int | None = None
         self.ignores = False
         self.is_stopped = False
-        """Nothing in its process runs."""
+        """Whether its process is suspended."""
         self.number = 0
 
     def status(self) -> RankStatus:
@@ -58,7 +58,7 @@ class SimulatedRank:
     def apply_desired(self, hears: RankDesired) -> None:
         place, notice = hears.assignment, hears.notice
         if hears.exit is not None:
-            self.table.process_exited(self, "it was told to")
+            self.table.process_exited(self, "exit ordered")
         elif self.stand is RankPhase.READY:
             if place is not None and place.epoch > self.epoch:
                 self.epoch, self.paused, self.sealed = place.epoch, None, None
@@ -100,7 +100,7 @@ class SimulatedNode:
                 self.injected.append(effect)
 
     def run_turn(self) -> None:
-        """Its ranks say what they have to say, and hear what there is to hear."""
+        """Exchange one report and one reply with each rank, and let each rank take a step."""
         now = self.table.now
         self.kept = self.kept + 1 if self.seats.run_store else 0
         self.seats.store = f"{self.name}:1" if self.kept > STORE_TURNS else ""
@@ -158,13 +158,13 @@ class ControlSimulation:
         self.nproc, self.spares = nproc, spares
         self._lives, self._tokens, self._names = itertools.count(1), itertools.count(1), itertools.count(0)
         self.places: dict[tuple[int, int], str] = {}
-        """Who has had which rank of which epoch."""
+        """Token of the process that held each (epoch, rank)."""
         self.sizes: dict[int, int] = {}
         self.targets: dict[int, int] = {}
         self.reached: dict[int, int] = {}
-        """The greatest step that a rank of each epoch has done."""
+        """Highest step that any rank reached, by epoch."""
         self.stopped_at: set[SealedStep] = set()
-        """Steps that supervisors recorded as sealed by a stop."""
+        """Steps that supervisors recorded as sealed at a stop."""
         self.desks = 0
         self.desk = self._new_reconciler(fresh=True)
         self.nodes: dict[str, SimulatedNode] = {}
@@ -179,7 +179,7 @@ class ControlSimulation:
 
     @property
     def clock_ms(self) -> int:
-        """The time on the wall of the coordinator's machine."""
+        """Wall clock of the coordinator's machine, in milliseconds."""
         return int((self.now + self.clock_offset_s) * 1000)
 
     def _new_reconciler(self, *, fresh: bool, remembers: bool = True) -> WorldReconciler:
@@ -202,19 +202,19 @@ class ControlSimulation:
         )
 
     def seal(self) -> None:
-        """Every rank of the newest world has sealed a step in it."""
+        """Mark every rank of the newest world as having sealed a step in it."""
         for node in self.nodes.values():
             for rank in node.ranks.values():
                 rank.has_sealed = rank.stand is RankPhase.IN_WORLD and rank.epoch == self.desk.snapshot().world.epoch
 
-    # -- what happens -------------------------------------------------------------------------------------------------
+    # -- faults and requests ------------------------------------------------------------------------------------------
 
     def add(self) -> None:
         name = f"n{next(self._names)}"
         self.nodes[name] = SimulatedNode(self, name, self.nproc, self.spares)
 
     def restart_coordinator(self, *, remembers: bool = True) -> None:
-        """``remembers``: the epoch file of the one before is there."""
+        """Replace the coordinator; ``remembers`` says whether its predecessor's epoch file survived."""
         self.desk = self._new_reconciler(fresh=False, remembers=remembers)
 
     def lose_node(self, number: int) -> None:
@@ -259,14 +259,14 @@ class ControlSimulation:
             self.desk.handle_request(question, self.now)
 
     def fault(self, number: int) -> None:
-        """A rank leaves its world without being asked."""
+        """Make all ranks of a node leave their world without an order."""
         if self.nodes:
             for rank in self._node_at(number).ranks.values():
                 if rank.stand is RankPhase.IN_WORLD:
                     rank.stand = RankPhase.READY
 
     def exchange_node(self, number: int) -> None:
-        """One node's turn, and a report of it with its answer."""
+        """Run one node's turn and exchange its report for the coordinator's reply."""
         if self.nodes:
             self._exchange(self._node_at(number))
 
@@ -275,7 +275,7 @@ class ControlSimulation:
         self.desk.tick(self.now)
 
     def run_without_faults(self, turns: int = 300) -> None:
-        """Everything is well from now on, and time passes."""
+        """Heal all nodes and run ``turns`` heartbeats without faults."""
         self.heal_all()
         for _ in range(turns):
             for node in list(self.nodes.values()):
@@ -283,7 +283,7 @@ class ControlSimulation:
             self.advance(HEARTBEAT_S)
 
     def exchange_all(self) -> None:
-        """One turn of each, and a report of each: what follows is decided on when all have arrived."""
+        """Run each node's turn; the coordinator decides once all reports have arrived."""
         for node in list(self.nodes.values()):
             node.run_turn()
             if node.linked and node.name in self.nodes:
@@ -314,7 +314,7 @@ class ControlSimulation:
         names = sorted(self.nodes)
         return self.nodes[names[number % len(names)]]
 
-    # -- what ranks do ------------------------------------------------------------------------------------------------
+    # -- rank events --------------------------------------------------------------------------------------------------
 
     def process_exited(self, rank: SimulatedRank, reason: str) -> None:
         node = self.nodes.get(rank.node)
@@ -341,10 +341,10 @@ class ControlSimulation:
         assert rank.paused is not None
         assert rank.paused <= target
 
-    # -- what must hold -----------------------------------------------------------------------------------------------
+    # -- invariants ---------------------------------------------------------------------------------------------------
 
     def check_one_world(self) -> None:
-        """Everybody who is left is in one world, or stands by."""
+        """Check that the newest world has its full size; the other ranks are spares."""
         desk = self.desk
         if desk.snapshot().outcome.exit is not None:
             assert desk.snapshot().outcome.exit in (ExitReason.STOPPED, ExitReason.JOB_FAILED)

@@ -1,6 +1,6 @@
-"""Processes that are killed at a point of their work: who is started with :func:`crash_environ` arms it in itself.
+"""Crash points: a process started with :func:`crash_environ` kills itself at a given point.
 
-By :mod:`sitecustomize`, which is in a folder of tests and on nobody else's path; forks arm themselves.
+``armed/sitecustomize.py`` arms the points when the interpreter starts. A forked start arms its own.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ _ROOT = Path(__file__).parents[2]
 
 
 def crash_environ(points: str) -> dict[str, str]:
-    """The environment of a process that is killed there: ``seal.asked:3,drain.began`` is when it seals the third time,
-    or drains.
+    """Return the environment of a process that dies at ``points``.
+
+    With ``seal.asked:3,drain.began`` it dies at its third seal or its first drain.
     """
     if not points:
         return {}
@@ -25,7 +26,7 @@ def crash_environ(points: str) -> dict[str, str]:
 
 
 def arm_crash_points() -> None:
-    """In this process, what its environment says."""
+    """Arm the crash points named in this process's environment."""
     armed = str(_ARMED) in os.environ.get("PYTHONPATH", "").split(os.pathsep)
     named = os.environ.get("PEERSTORE_CRASH_AT", "") if armed else ""
     pairs = (item.partition(":") for item in named.split(",") if item)

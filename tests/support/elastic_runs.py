@@ -1,4 +1,4 @@
-"""Jobs under ``elastic run`` whose ranks compute nothing: they start in no time and print what happens to them."""
+"""Jobs under ``elastic run`` with ranks that start fast, compute nothing and print events."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ RANK = ROOT / "tests/e2e/control/rank.py"
 
 
 class ElasticRun:
-    """A folder with a job's files, and every command that was started in it."""
+    """One job: its folder and the commands started in it."""
 
     def __init__(self, folder: Path, name: str = "job") -> None:
         self.folder, self.name = folder, name
@@ -38,7 +38,7 @@ class ElasticRun:
             "ELASTIC_RUN_DIRECTORY": str(folder / "run"),
         }
         self.inside: tuple[str, ...] = ()
-        """A command that what is started here is started by."""
+        """Command prefix for everything started here."""
         self.started: list[subprocess.Popen[bytes]] = []
 
     def start(self, *words: str) -> subprocess.Popen[bytes]:
@@ -55,12 +55,12 @@ class ElasticRun:
         return one
 
     def run(self, *options: str) -> subprocess.Popen[bytes]:
-        """``elastic run`` with the ranks of these tests."""
+        """Start ``elastic run`` with the test ranks."""
         quick = ("--no-agent", "--store", "nowhere:1", "--job", self.name, "--log-dir", str(self.folder / "logs"), "-v")
         return self.start("run", *quick, *options, str(RANK), str(self.folder))
 
     def run_json(self, *words: str) -> Any:
-        """A command's JSON."""
+        """Run an ``elastic`` command with ``--json`` and return its output."""
         done = subprocess.run(
             [sys.executable, "-m", "elastic", *words, "--json"],
             cwd=self.folder, env=self.environ, capture_output=True, check=False, timeout=200,
@@ -68,7 +68,7 @@ class ElasticRun:
         return json.loads(done.stdout)
 
     def status(self) -> ElasticJobStatus | None:
-        """How the job says it is; ``None`` while its coordinator does not answer."""
+        """Return the job's status, or ``None`` while its coordinator does not answer."""
         try:
             run = RunDirectory(self.folder / "run", self.name).read()
             return call_coordinator(run.coordinator, StatusRequest(), job=self.name, secret=run_secret(run))
@@ -87,10 +87,10 @@ class ElasticRun:
     def finish(self) -> None:
         self.touch("finish")
 
-    # -- what happened ------------------------------------------------------------------------------------------------
+    # -- rank output --------------------------------------------------------------------------------------------------
 
     def rank_messages(self, what: str, **wanted: Any) -> list[dict[str, Any]]:
-        """Everything ranks printed about ``what``, with these values."""
+        """Return the ranks' messages of kind ``what`` that have these values."""
         found = []
         for log in sorted((self.folder / "logs").glob("*/*.log")):
             for line in log.read_text().splitlines(keepends=True):
@@ -101,7 +101,7 @@ class ElasticRun:
         return found
 
     def wait_world(self, size: int, *, after: int = -1) -> list[dict[str, Any]]:
-        """Wait until all ranks of a later world of ``size`` ranks are in it; what they said, by rank."""
+        """Wait for a world of ``size`` ranks after epoch ``after``; return its ranks' messages by rank."""
 
         def newest() -> list[dict[str, Any]]:
             inside = [one for one in self.rank_messages("in", size=size) if one["epoch"] > after]
@@ -118,7 +118,7 @@ class ElasticRun:
         return "\n".join(path.read_text(errors="replace") for path in sorted(self.folder.glob("output-*")))
 
     def pids(self, *words: str) -> list[int]:
-        """Processes of this job whose command line has all these words."""
+        """Return this job's processes whose command line has all these words."""
         found = []
         for path in Path("/proc").glob("[0-9]*/cmdline"):
             with contextlib.suppress(OSError):
@@ -132,12 +132,12 @@ class ElasticRun:
         return pid
 
     def candidate_pid(self, node: str) -> int:
-        """The candidate that this node's supervisor has started."""
+        """Return the pid of the coordinator candidate that this node's supervisor started."""
         (pid,) = [pid for pid in self.pids('"type":"coordinator"', f'"candidate":"{node}-') if self._is_task(pid)]
         return pid
 
     def _is_task(self, pid: int) -> bool:
-        """Not a process that only has the words of one on its command line, as its supervisor has."""
+        """Return whether it is a coordinator: a supervisor only quotes those words on its command line."""
         words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
         return any(word.startswith(b'{"type":"coordinator"') for word in words)
 
@@ -154,25 +154,25 @@ class ElasticRun:
     # -- nodes --------------------------------------------------------------------------------------------------------
 
     def lose_memory(self, node: str) -> None:
-        """What ``node`` keeps in memory is gone, and nobody there can be asked: the machine is away."""
+        """Kill the agent of ``node`` and delete its memory, as if the machine were lost."""
         agent = self.folder / "run" / self.name / node / "agent"
         stop_agent(agent, signal.SIGKILL)
         shutil.rmtree(agent, ignore_errors=True)
 
     def lose_node(self, node: str) -> None:
-        """Its supervisor, with it the ranks, and its memory, without a word to anybody."""
+        """Kill the node's supervisor, and so its ranks, and delete its memory, without notice."""
         for pid in self.pids('"type":"node"', f'"node":"{node}"'):
             kill(pid)
         self.lose_memory(node)
 
     def node_output(self, node: str) -> str:
-        """All that ranks of ``node`` have printed."""
+        """Return the output of all ranks of ``node``."""
         return "\n".join(path.read_text() for path in sorted((self.folder / "logs" / node).glob("*.log")))
 
     # -- the end ------------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """End what still runs, and see that nothing is left of it."""
+        """Kill the started commands and wait until no process of the job is left."""
         for one in self.started:
             if one.poll() is None:
                 one.send_signal(signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""A small sharded model, trained elastically: what its ranks run, and what it does undisturbed."""
+"""A small sharded model, trained elastically, and its expected losses without faults."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 BATCH = 12
-"""Samples of a step, for all ranks together: shared evenly by 1, 2, 3 and 4."""
+"""Samples of a step over all ranks: 1, 2, 3 and 4 ranks share them evenly."""
 
 
 def build_model() -> torch.nn.Module:
@@ -27,7 +27,7 @@ def optimizer_of(model: torch.nn.Module) -> torch.optim.AdamW:
 
 
 def expected_losses(steps: int, ranks: int) -> list[float]:
-    """The loss of every step, summed in so many pieces as ``ranks`` ranks sum it."""
+    """Return each step's loss, summed in ``ranks`` pieces as that many ranks do."""
     model = build_model()
     optimizer = optimizer_of(model)
     losses = []
@@ -42,7 +42,7 @@ def expected_losses(steps: int, ranks: int) -> list[float]:
 
 
 def train(say: Callable[[str], None], address: str, job: str, total: int, limit: str) -> str:
-    """Takes part until the job ends; says every world, restore and committed step."""
+    """Train until the job ends; report every world, restore and saved step."""
     from elastic.workers.train_loop import run
     from tests.support.socket_control_plane import SocketControlPlane
 
@@ -80,6 +80,6 @@ def _train(say: Callable[[str], None], world: Any, job: str, total: int, limit: 
 
 
 def wait_until(happened: Callable[[], bool]) -> None:
-    """In a step, until the test lets it go on."""
+    """Block within a step until the test permits it."""
     while not happened():
         time.sleep(0.002)

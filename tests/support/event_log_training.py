@@ -1,6 +1,6 @@
-"""A rank that trains next to nothing and says so: ``python event_log_training.py FOLDER STEPS``.
+"""A rank that trains trivially and prints events: ``python event_log_training.py FOLDER STEPS``.
 
-It begins no step from the number in FOLDER/limit on before that is raised.
+At the step in FOLDER/limit it waits until a test raises that number.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Ledgers made by hand: what happened, in seconds from an arbitrary start."""
+"""Event logs built by hand, with times in seconds after an arbitrary start."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ START = 1_700_000_000
 
 
 class EventLogBuilder:
-    """What was told so far; every method adds to it."""
+    """An event log under construction; every method adds events to it."""
 
     def __init__(self) -> None:
         self.events: list[LogEvent] = []

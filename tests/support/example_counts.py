@@ -1,4 +1,4 @@
-"""How many examples a property is tried with: a share of them in a push, all of them in a night."""
+"""Numbers of examples for property tests: all in a nightly run, a share on a push."""
 
 from __future__ import annotations
 
@@ -9,5 +9,5 @@ _FEWEST = 5
 
 
 def examples(many: int) -> int:
-    """``many`` in a night, and in a push as large a share of them as of those that a property has that says nothing."""
+    """Scale ``many`` by the profile's ``max_examples`` over 100: all of them in a nightly run."""
     return max(_FEWEST, many * hypothesis.settings.default.max_examples // _OF_A_NIGHT)

@@ -1,4 +1,4 @@
-"""System calls that fail for a while, as on a node that is out of descriptors, of memory or of luck."""
+"""System calls that fail for a while, as on a node without free descriptors or memory."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from typing import Any
 from unittest import mock
 
 UNKNOWN = (errno.EMFILE, errno.ENFILE, errno.EIO, errno.ENOMEM, errno.EINTR, errno.EACCES)
-"""Errors that say nothing about what is in a file."""
+"""Errors that imply nothing about a file's contents."""
 
 
 @contextlib.contextmanager
 def failing_os_call(call: str, code: int, *, below: str) -> Iterator[list[int]]:
-    """While the block runs, ``os``'s ``call`` fails for files below a path; the answer grows with every failure."""
+    """Make ``os.call`` fail for files below a path; yield a list that grows with every failure."""
     real, failed = getattr(os, call), []
 
     def wrapper(first: Any, *args: Any, **kwargs: Any) -> Any:
@@ -31,5 +31,5 @@ def failing_os_call(call: str, code: int, *, below: str) -> Iterator[list[int]]:
             raise OSError(code, os.strerror(code), str(path))
         return real(first, *args, **kwargs)
 
-    with mock.patch.object(os, call, wrapper), mock.patch.object(io, "open", _pyio.open):  # the same, by way of ``os``
+    with mock.patch.object(os, call, wrapper), mock.patch.object(io, "open", _pyio.open):  # opens files through ``os``
         yield failed

@@ -1,9 +1,8 @@
-"""A cluster and the agents in it, in memory: what controllers do to jobs, played many times a second.
+"""An in-memory Kubernetes cluster and its agents, to simulate controllers quickly.
 
-The same answers as :class:`integration.kubernetes.api_client.ApiServerClient` gives, resource versions and
-preconditions included, and agents that go through their published states. Everything that is written counts;
-:attr:`cut_at` ends
-the controller there, as a SIGKILL does: before it happens, or after it has happened and nobody heard.
+It answers as :class:`integration.kubernetes.api_client.ApiServerClient` does, including resource versions and
+preconditions. Its agents go through their published states. Writes are counted: the controller dies at write
+:attr:`cut_at`, as by SIGKILL, before the write or after it but before the response.
 """
 
 from __future__ import annotations
@@ -35,11 +34,11 @@ from integration.kubernetes.errors import (
 
 
 class ControllerKilled(BaseException):
-    """The controller is no more."""
+    """A simulated kill of the controller."""
 
 
 class FakeKubernetes:
-    """Both seams of a pass: the API server and the agents."""
+    """The API server and the agents, as one controller pass uses them."""
 
     def __init__(self, job: Mapping[str, Any], *, nodes: int = 4) -> None:
         self.now_s = 1_000_000.0
@@ -50,7 +49,7 @@ class FakeKubernetes:
         self.writes = 0
         self.events: list[str] = []
         self.starts: dict[str, list[StartRequest]] = {}
-        """By pod, every ``/start`` that changed something."""
+        """Bodies of the ``/start`` requests sent to each pod."""
         self._versions = itertools.count(2)
         self._uids = itertools.count()
         self._addresses = itertools.count(1)
@@ -60,9 +59,9 @@ class FakeKubernetes:
         self.unreachable = False
         self.refusal = ""
         self.queue: Any = None
-        """Kueue, where it is installed (:mod:`tests.support.fake_kueue`)."""
+        """A :class:`tests.support.fake_kueue.FakeKueue`, or ``None`` without Kueue."""
 
-    # -- what tests do ------------------------------------------------------------------------------------------------
+    # -- test helpers -------------------------------------------------------------------------------------------------
 
     def current_job(self) -> dict[str, Any]:
         assert self._job is not None
@@ -99,7 +98,7 @@ class FakeKubernetes:
                 agent.state = AgentState.COMPLETED
 
     def lose_pod(self, name: str) -> None:
-        """Its machine is gone, and so is what ran there; the API server still shows it for a while."""
+        """Lose a pod's machine and agent; the API server still lists the pod."""
         del self._agents[name]
 
     def fail_pod(self, name: str) -> None:
@@ -107,7 +106,7 @@ class FakeKubernetes:
         self._pods[name]["status"]["phase"] = "Failed"
 
     def tick(self, seconds: float = 1.0) -> None:
-        """Time passes; what is asked of kubelets and agents happens."""
+        """Advance the clock: kubelets delete and bind pods, and stopping agents become ready."""
         self.now_s += seconds
         for name, pod in list(self._pods.items()):
             if pod["metadata"].get("deletionTimestamp"):
@@ -202,7 +201,7 @@ class FakeKubernetes:
             del self._agents[action.pod]
             self._pods[action.pod]["status"]["phase"] = "Succeeded"
 
-    # -- within -------------------------------------------------------------------------------------------------------
+    # -- internals ----------------------------------------------------------------------------------------------------
 
     def _bind(self, name: str, pod: dict[str, Any]) -> None:
         wishes = pod["spec"]["affinity"]["nodeAffinity"].get("preferredDuringSchedulingIgnoredDuringExecution", [])
@@ -228,14 +227,14 @@ class FakeKubernetes:
 
     def check_reachable(self) -> None:
         if self.unreachable:
-            raise ApiServerUnreachableError("nobody answers")
+            raise ApiServerUnreachableError("connection refused")
 
     def _touch(self) -> None:
         self.current_job()["metadata"]["resourceVersion"] = str(next(self._versions))
 
 
 class _Agent:
-    """Process-level mode."""
+    """A HyperPod agent in process-level restart mode."""
 
     def __init__(self) -> None:
         self.state = AgentState.READY
@@ -257,7 +256,7 @@ class _Agent:
 
 
 class FakeAgents:
-    """An agent for every pod that has an address, from when it is first asked."""
+    """An agent for every pod that has an address, created at its first poll."""
 
     def __init__(self) -> None:
         self._agents: dict[str, _Agent] = {}

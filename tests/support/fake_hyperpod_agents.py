@@ -1,6 +1,6 @@
-"""HyperPod agents that behave as AWS's published state tables say, and nothing else of them.
+"""Fake HyperPod agents that implement only AWS's published state tables.
 
-Whoever asks may be answered late, or not at all; processes fail, finish and hang when the test says so.
+Responses may be late or missing. Tests make processes fail, finish or hang.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ IN_PROCESS: dict[AgentState, set[AgentState]] = {
     COMPLETED: {SHUTDOWN, STOPPING},
     SHUTDOWN: set(),
 }
-"""And for in-process restart."""
+"""AWS's table for in-process restart."""
 
 
 @dataclass
@@ -68,21 +68,21 @@ class FakeHyperPodAgent:
     updates: list[Any] = field(default_factory=list)
     asks: RestartMode | None = None
     gone: bool = False
-    """It does not exist any more."""
+    """Whether its pod is gone."""
     silent: bool = False
     node_fault: str = ""
     leaving: bool = False
     stuck: bool = False
-    """It never stops stopping."""
+    """Whether it stays in ``STOPPING`` forever."""
     spare: bool = True
-    """In-process: it was not told anything else."""
+    """For in-process restart: whether it is a spare, its initial role."""
     ranked: bool = False
-    """In-process: its processes know their ranks."""
+    """For in-process restart: whether its processes know their ranks."""
     step: int | None = None
     starts: list[Any] = field(default_factory=list)
     stops: list[Any] = field(default_factory=list)
     ignored: list[str] = field(default_factory=list)
-    """What it was told that its table does not allow."""
+    """Requested transitions that its table does not allow."""
 
     def transition_to(self, state: AgentState) -> bool:
         table = IN_PROCESS if self.in_process else PROCESS_LEVEL
@@ -93,7 +93,7 @@ class FakeHyperPodAgent:
         return True
 
     def fail(self, reason: str = "WorkerCrash") -> bool:
-        """Its processes failed, if they run."""
+        """Make its processes fail; return false if none run."""
         if self.state is not RUNNING:
             return False
         self.transition_to(FAULTED)
@@ -105,12 +105,12 @@ class FakeHyperPodAgent:
             self.transition_to(COMPLETED)
 
     def restart(self) -> None:
-        """The agent's own process is a new one."""
+        """Restart the agent's own process."""
         self.state, self.rank, self.version, self.ranked, self.asks = INIT, None, None, False, None
         self.spare = True
 
     def advance(self) -> None:
-        """What it does of itself."""
+        """Make the transitions that need no request."""
         if self.state is INIT and (self.ranked or not self.in_process):
             self.transition_to(READY)
         elif self.state is STOPPING and not self.stuck:
@@ -121,7 +121,7 @@ class FakeHyperPodAgent:
                 self.version, self.ranked = None, False
 
     def handle_action(self, action: OperatorAction) -> None:
-        """What the agent's server does; an impossible transition is not answered with an error."""
+        """Handle a request as the agent's server does: it ignores an invalid transition without an error."""
         if isinstance(action, StartAgent):
             self.starts.append((self.state, action.body))
             self.transition_to(RUNNING)
@@ -154,7 +154,7 @@ class FakeHyperPodAgent:
 
 
 class FakeHyperPodCluster:
-    """A job's agents, an operator, and time."""
+    """A job's agents, its operator and a clock."""
 
     def __init__(self, spec: JobSpec, *, in_process: bool = False, can_replace: bool = True) -> None:
         self.spec, self.in_process, self.can_replace = spec, in_process, can_replace
@@ -163,15 +163,15 @@ class FakeHyperPodCluster:
         self.agents: dict[str, FakeHyperPodAgent] = {}
         self.capacity: int | None = None
         self.room: int | None = None
-        """So many pods there can be at all."""
+        """Maximum number of pods; ``None`` for no limit."""
         self.held: list[OperatorAction] = []
-        """Calls that were sent and have not arrived."""
+        """Requests sent but not yet delivered."""
         self.decision: OperatorDecision | None = None
         self.events: list[str] = []
         self._born = 0
 
     def decide(self) -> OperatorDecision:
-        """One look and one decision, nothing done."""
+        """Observe the job and return the operator's decision, without acting on it."""
         pods = tuple(
             ObservedPod(
                 name=one.name, group=self.spec.groups[0].name, node=f"node-{one.name}", ip="10.0.0.1",
@@ -186,7 +186,7 @@ class FakeHyperPodCluster:
         return self.decision
 
     def run_cycle(self, *, late: bool = False, seconds: float = 1.0) -> OperatorDecision:
-        """Look, store, do; ``late``: what is sent now arrives a turn later."""
+        """Decide, store the state and act; with ``late`` requests arrive one cycle later."""
         decision = self.decide()
         self.state = decision.state
         arriving, self.held = (self.held, list(decision.actions)) if late else ([*self.held, *decision.actions], [])
@@ -219,7 +219,7 @@ class FakeHyperPodCluster:
             one.handle_action(action)
 
     def _replace_pods(self, decision: OperatorDecision) -> None:
-        """Pods as wanted, as far as there is room."""
+        """Create the missing pods, up to the limit ``room``."""
         want = sum(decision.wanted.pods.values())
         if self.room is not None:
             want = min(want, self.room)
@@ -228,7 +228,7 @@ class FakeHyperPodCluster:
             self._born += 1
             self.agents[name] = FakeHyperPodAgent(name, self.in_process)
 
-    # -- what is -----------------------------------------------------------------------------------------------------
+    # -- views -------------------------------------------------------------------------------------------------------
 
     @property
     def live_agents(self) -> list[FakeHyperPodAgent]:
@@ -239,6 +239,6 @@ class FakeHyperPodCluster:
         return [self.agents[name] for name in self.state.members]
 
     def is_running(self, size: int) -> bool:
-        """A world of ``size`` runs, every member with its rank, all with the same version."""
+        """Return whether a world of ``size`` runs with ordered ranks and one version."""
         ranks = [one.rank for one in self.members if one.state is RUNNING and one.version == self.state.version]
         return self.state.phase.value == "Running" and ranks == list(range(size)) == list(range(len(self.members)))

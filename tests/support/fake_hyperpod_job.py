@@ -1,6 +1,6 @@
-"""A job of nodes with one rank each, as elastic agents and their operator run it: in this process, over real sockets.
+"""A HyperPod job in this process, over real sockets: one rank per node, simulated agents and operator.
 
-What real agents do with real processes is in ``tests/e2e/hyperpod``; here it is what a contract can be held to quickly.
+The tests in ``tests/e2e/hyperpod`` use real agents and processes; this fake keeps the contract suite fast.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class FakeNode:
 
 
 class FakeHyperPodJob:
-    """An operator that wants so many nodes, and starts the job anew whenever an agent is at fault."""
+    """An operator that wants ``size`` nodes and restarts the job after any fault."""
 
     starts_anew, ends_leftovers, resize_is = False, True, NoticeKind.RESIZE
 
@@ -79,10 +79,10 @@ class FakeHyperPodJob:
         node = next(one for one in self.nodes if one.plane is seat)
         node.line.close()
 
-    # -- what agents and their operator do ----------------------------------------------------------------------------
+    # -- simulated agents and operator --------------------------------------------------------------------------------
 
     def fault(self) -> None:
-        """As it is when the operator has heard of one: all are told to leave, and have to come to the barrier."""
+        """Send the fault to all nodes of a running job; they leave and return to the barrier."""
         with self._lock:
             if self._runs:
                 self._runs = False
@@ -127,7 +127,7 @@ class FakeHyperPodJob:
 
 
 def worker_environ(rank: int, size: int, port: int, count: int, *, spare: bool = False) -> dict[str, str]:
-    """What an agent tells a worker that is the only one of its node."""
+    """Return the environment that an agent sends to its node's only worker."""
     numbers = {
         "RANK": rank,
         "GROUP_RANK": rank,

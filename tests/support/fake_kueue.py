@@ -1,6 +1,6 @@
-"""Kueue in memory: its part of the API, and what it does to Workloads when somebody plays it.
+"""An in-memory Kueue: its part of the API, and the Workload changes that tests trigger.
 
-It gives quota, asks it back, and never gives any that has not been given back.
+It admits and evicts Workloads. :meth:`FakeKueue.admit_all_that_fit` stays within the quota.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ class FakeKueue:
         self.classes = {"high": 1000}
         self.flavors: dict[str, dict[str, Any]] = {}
         self.gives = "spot"
-        """The flavor that is given for GPUs."""
+        """Flavor assigned to GPUs."""
         self._kube = kube
         self._there: dict[str, dict[str, Any]] = {}
         self._numbers = itertools.count(1)
         kube.queue = self
 
-    # -- what the controller asks -------------------------------------------------------------------------------------
+    # -- the API ------------------------------------------------------------------------------------------------------
 
     def list_workloads(self, namespace: str, job: str) -> list[dict[str, Any]]:
         self._kube.check_reachable()
@@ -80,10 +80,10 @@ class FakeKueue:
             raise ResourceNotFoundError(name)
         return self.flavors[name]
 
-    # -- what Kueue does ----------------------------------------------------------------------------------------------
+    # -- Kueue's actions ----------------------------------------------------------------------------------------------
 
     def workload_names(self) -> list[str]:
-        """Those that are there, least sizes first."""
+        """Return the names of all workloads, smallest size first."""
         return sorted(self._there, key=lambda name: int(name.split("-")[-2]))
 
     def workload(self, name: str) -> dict[str, Any]:

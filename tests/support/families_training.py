@@ -1,7 +1,7 @@
-"""Families of models in one world after the other: what the ranks run, under ``elastic run`` or alone.
+"""A rank that trains several model families in turn, under ``elastic run`` or alone.
 
-In step 2 of each family rank 1 breaks, once: by SIGKILL in the first one, by an exception in all others.
-Arguments: the folder, the job's name, how many steps, whether anything is to break, the families.
+With ``breaks`` rank 1 fails once in step 2 of each family: by SIGKILL in the first, by an exception in the others.
+Arguments: the folder, the job's name, the number of steps, ``breaks`` or another word, and the families.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ BATCH, MICROBATCH, BROKEN = 8, 2, 2
 
 
 def finetune_job(folder: Path, name: str, family: str, steps: int) -> Any:
-    """``still`` begins with the model that ``quiet`` has made, and learns nothing."""
+    """Return a family's job; ``still`` starts from the model of ``quiet`` with a learning rate of 0."""
     from integration.finetune.finetune_job import FinetuneJob
 
     still = name == "still"
@@ -43,7 +43,7 @@ def finetune_job(folder: Path, name: str, family: str, steps: int) -> Any:
 
 
 class BreakingWorld:
-    """A world of which rank 1 breaks in one step, where it has not yet."""
+    """A world whose rank 1 fails at step ``BROKEN`` unless the marker file exists."""
 
     def __init__(self, world: Any, marker: Path, *, kill: bool) -> None:
         self._world, self._marker, self._kill = world, marker, kill
@@ -81,7 +81,7 @@ def train_families(folder: Path, name: str, steps: int, families: Sequence[str],
 
 
 def train_alone(say: Any, folder: str, steps: int, families: Sequence[str]) -> dict[str, Any]:
-    """In a world of one: the same from the beginning, and what two ranks began, to its end. What is left of both."""
+    """Train ``quiet`` and ``still`` and finish ``moved``, which two ranks began; check all three."""
     place = Path(folder)
     train_families(place, "quiet", steps, families)
     train_families(place, "moved", steps, families)
@@ -90,7 +90,7 @@ def train_alone(say: Any, folder: str, steps: int, families: Sequence[str]) -> d
 
 
 def check_models(folder: Path, family: str) -> dict[str, Any]:
-    """All models as ``from_pretrained`` reads them, the same bits; and the first loss, computed by other means."""
+    """Return whether the loaded models are bitwise equal, their type, and the first loss recomputed."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -102,7 +102,7 @@ def check_models(folder: Path, family: str) -> dict[str, Any]:
 
 
 def first_loss(folder: Path, family: str) -> float:
-    """Sample by sample, without padding, sharding or microbatches."""
+    """Compute the first step's loss sample by sample, without padding, sharding or microbatches."""
     import torch
     from torch.nn.functional import cross_entropy
     from transformers import AutoModelForCausalLM

@@ -1,4 +1,4 @@
-"""Every fault on the way to S3, by name: a class to inherit with a ``server`` fixture."""
+"""Contract suite for faults between client and S3; subclasses provide a ``server`` fixture."""
 
 from __future__ import annotations
 
@@ -54,16 +54,16 @@ DATA = random.Random(3).randbytes(300_000)
 
 
 _IN_A_PUSH = {"slow down", "reset before the answer"}
-"""Of the faults that all calls have in common: each of them is part of a push where a part fails."""
+"""The faults common to all calls that run on every push; the part upload test runs all of them."""
 
 
 def each_fault(faults: dict[str, object]) -> pytest.MarkDecorator:
-    """All of the faults in a push."""
+    """Parametrize a test with all of the faults, also on a push."""
     return pytest.mark.parametrize("fault", faults.values(), ids=faults.keys())
 
 
 def common_faults(faults: dict[str, object]) -> pytest.MarkDecorator:
-    """In a push those that only this call has, and two of the common ones; in a night all of them."""
+    """Parametrize a test with the faults; most of the common ones run only in the nightly run."""
     of_the_night = PASSING.keys() - _IN_A_PUSH
     marks = {name: pytest.mark.nightly if name in of_the_night else () for name in faults}
     return pytest.mark.parametrize("fault", [pytest.param(faults[n], id=n, marks=marks[n]) for n in faults])
@@ -72,7 +72,7 @@ def common_faults(faults: dict[str, object]) -> pytest.MarkDecorator:
 class FaultContract:
     @pytest.fixture
     def short_timeout_store(self, open_upload_store: Callable[..., RetryingStore]) -> RetryingStore:
-        """Takes a second of silence for an answer."""
+        """Open a store that treats a second of silence as a failed request."""
         return open_upload_store(timeout_s=1.0)
 
     @each_fault(PASSING_FOR_PARTS)
@@ -221,7 +221,7 @@ class FaultContract:
     def test_repeatedly_failing_part_ends_the_upload_and_keeps_the_rest(
         self, upload_case: UploadCase, open_upload_store: Callable[..., RetryingStore]
     ):
-        part_rule(upload_case.proxy, 5).hold()  # takes part in nothing: the upload must end without it
+        part_rule(upload_case.proxy, 5).hold()  # the upload must end without this part
 
         def once_the_others_are_there(exchange: Exchange) -> None:
             upload_case.proxy.wait_for(

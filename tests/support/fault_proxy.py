@@ -1,12 +1,12 @@
-"""A proxy in front of a real server that fails on cue, and remembers every request.
+"""A proxy in front of a real server that injects faults and records every request.
 
 ::
 
-    proxy.on("PUT", query="partNumber=3").fail(Answer(503, "SlowDown", retry_after=1))
-    held = proxy.on("PUT", query="partNumber=3").hold()
+    proxy.add_rule("PUT", query="partNumber=3").fail(ReplyWithStatus(503, "SlowDown", retry_after=1))
+    held = proxy.add_rule("PUT", query="partNumber=3").hold()
     held.reached.wait(200)
 
-A rule meets the requests it matches in the order they arrive; ``nth`` says which of them it is for.
+A rule counts the requests that match it and applies to ``times`` of them, starting with the ``nth``.
 """
 
 from __future__ import annotations
@@ -110,11 +110,11 @@ class FaultProxy:
             ]
 
     def parts_sent(self) -> list[int]:
-        """Numbers of the parts whose upload was begun, in order of their numbers."""
+        """Return the sorted numbers of the parts whose upload began."""
         return sorted(each.part for each in self.requests("PUT", query="partNumber="))
 
     def wait_for(self, condition: Callable[[FaultProxy], bool], timeout_s: float = 30.0) -> None:
-        """Until ``condition`` holds; looked at whenever a request ends."""
+        """Wait until ``condition`` holds; check it whenever a request ends."""
         with self._lock:
             if not self._lock.wait_for(lambda: condition(self), timeout_s):
                 raise TimeoutError(f"not within {timeout_s} s; seen: {self._seen}")

@@ -1,4 +1,4 @@
-"""What can go wrong on the way to a store and back, by name. Each takes an exchange over from the proxy."""
+"""Faults between client and store: callables that handle an exchange instead of the proxy."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.support.http_exchange import WAIT_S, Exchange, Hangup
 
 @dataclass(frozen=True)
 class ReplyWithStatus:
-    """Read the request, and answer it without asking the server."""
+    """Read the request and reply without the server."""
 
     status: int
     code: str = ""
@@ -29,7 +29,7 @@ class ReplyWithStatus:
 
 @dataclass(frozen=True)
 class ReplyBeforeBody:
-    """Answer and close before the body was read."""
+    """Reply and close the connection before reading the body."""
 
     status: int
     code: str
@@ -43,7 +43,7 @@ class ReplyBeforeBody:
 
 
 class Hang:
-    """Read the request and say nothing until the client gives up."""
+    """Read the request and send nothing until the client closes the connection."""
 
     def __call__(self, exchange: Exchange) -> None:
         for _ in exchange.request_body():
@@ -54,7 +54,7 @@ class Hang:
 
 @dataclass(frozen=True)
 class ResetRequest:
-    """Reset the connection after so many bytes of the request's body."""
+    """Reset the connection after ``after_bytes`` bytes of the request's body."""
 
     after_bytes: int
 
@@ -69,7 +69,7 @@ class ResetRequest:
 
 @dataclass(frozen=True)
 class DropResponse:
-    """Let the server do it, and reset the connection instead of saying so."""
+    """Let the server handle the request, then reset the connection without a response."""
 
     def __call__(self, exchange: Exchange) -> None:
         exchange.forward()
@@ -80,7 +80,7 @@ class DropResponse:
 
 @dataclass(frozen=True)
 class CutResponse:
-    """End the connection after so many bytes of the answer's body; ``reset`` or as if all were well."""
+    """End the connection after ``after_bytes`` bytes of the response's body, with a reset or normally."""
 
     after_bytes: int
     reset: bool = False
@@ -133,7 +133,7 @@ class FlipRequestBit:
 
 @dataclass(frozen=True)
 class TrickleResponse:
-    """Pass the answer on in small blocks, one at a time."""
+    """Forward the response in small blocks with pauses."""
 
     block_bytes: int = 4096
 
@@ -155,7 +155,7 @@ def _flipped(block: bytes, at: int) -> bytes:
 
 
 class Hold:
-    """Stop the request where it is until somebody decides; with ``done``, after the server did what it asks for."""
+    """Hold the request until released or dropped; with ``done``, after the server handled it."""
 
     def __init__(self, *, done: bool = False) -> None:
         self.reached = threading.Event()
@@ -167,7 +167,7 @@ class Hold:
         self._decided.set()
 
     def drop(self) -> None:
-        """For a client that is gone: what it had sent already must not reach the server now."""
+        """Drop the request, so that it does not reach the server after its client is gone."""
         self._dropped = True
         self._decided.set()
 

@@ -1,6 +1,6 @@
-"""A rank under ``elastic run`` that fails as it is told to: ``python faulty_rank.py FOLDER FAULT...``, one a world.
+"""A rank that injects one fault per world under ``elastic run``: ``faulty_rank.py FOLDER FAULT...``.
 
-A fault is ``RANK:HOW``. In the world after the last one rank 1's loss is not finite in every attempt at a step.
+A fault is ``RANK:STAGE``. In later worlds rank 1's loss is NaN in every attempt at one step.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def fail_at_stage(epoch: int, rank: int, stage: str) -> None:
         elif how == "hold":
             ctypes.PyDLL(None).sleep(100_000)
         elif how == "raise":
-            raise ZeroDivisionError("a fault was asked for")
+            raise ZeroDivisionError("injected fault")
         while how == "loop":
             pass
 
@@ -78,5 +78,5 @@ def train(world: Any) -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    # The same step is one further in each attempt: any step counts.
+    # Each attempt fails one step later, so one attempt at any step must be enough.
     report("ended", how=run(train, policy=RecoveryPolicy(nonfinite_attempts=1)).outcome.value)

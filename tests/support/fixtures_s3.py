@@ -1,4 +1,4 @@
-"""Fixtures: servers that speak S3, the environment their clients need, and the fault proxy."""
+"""Fixtures for S3 servers, their clients' environment, and the fault proxy."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytest.register_assert_rewrite(
 
 @pytest.fixture(autouse=True)
 def aws_environment(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Nothing of the machine's own AWS configuration is used, only test credentials."""
+    """Hide the machine's AWS configuration and set test credentials."""
     nowhere = tmp_path_factory.getbasetemp() / "no-such-aws-config"
     for name in ("AWS_PROFILE", "AWS_SESSION_TOKEN", "AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_CA_BUNDLE"):
         monkeypatch.delenv(name, raising=False)
@@ -50,7 +50,7 @@ def rclone_proxy(rclone: S3Server) -> Iterator[FaultProxy]:
 
 @pytest.fixture
 def credentials_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], None]:
-    """Credentials come from a shared file; call it with a secret, or "" for the right one."""
+    """Return a function that writes the shared credentials file; an empty secret is the valid one."""
     path = tmp_path / "credentials"
     monkeypatch.delenv("AWS_ACCESS_KEY_ID")
     monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
@@ -67,7 +67,7 @@ def credentials_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callabl
 
 @pytest.fixture
 def open_durable() -> Iterator[Callable[[str, DurableSettings], RetryingStore]]:
-    """``open_store``, and every store closed when the test ends."""
+    """Return ``open_store``; close every opened store when the test ends."""
     opened: list[RetryingStore] = []
 
     def open_and_record(url: str, settings: DurableSettings) -> RetryingStore:

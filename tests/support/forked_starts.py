@@ -1,15 +1,17 @@
-"""``subprocess`` starts our own Python programs as forks of a process that has imported everything already.
+"""Fast starts: ``subprocess`` forks our Python programs from a process with all imports done.
 
-To start an interpreter and import torch takes seconds of a core, and a run of all tests starts many hundreds. A
-template is forked from each worker of :mod:`tests.support.workers` while that has no threads. Asked for ``python -m
-elastic ...`` or ``python script.py`` it forks once more, and that process becomes what ``exec`` would have made of it:
-a child of whoever called ``Popen``, with the arguments, environment, directory, files, limits, signals and streams of a
-process that starts, also for those who look into ``/proc``. What cannot be made so is started as ever: other programs,
-``-c``, another namespace, variables that an interpreter or a library reads when it starts; and everything in a test
-that is marked ``fresh_starts``, and without ``--forked-starts``.
+Starting an interpreter and importing torch costs seconds of CPU time, and a full test run starts many hundreds. Each
+worker of :mod:`tests.support.workers` therefore forks a template while it has no threads. For ``python -m elastic ...``
+or ``python script.py`` the template forks a process that looks as if it had been started by ``exec``. It is a child of
+the caller of ``Popen``. Its arguments, environment, directory, files, limits, signals and streams are those of a new
+process, also in ``/proc``.
 
-Commands of ours that start others have a template of their own. Agents detach themselves and are nobody's child: all
-processes have theirs from the template of their worker.
+Other programs are started as usual, and so are ``-c`` and programs in another namespace. So are programs with other
+values of variables that an interpreter or library reads at its start. Tests marked ``fresh_starts`` and runs without
+``--forked-starts`` never fork a program.
+
+Our commands that start other processes fork their own template. Agents detach themselves, so the worker's template
+forks all agents.
 """
 
 from __future__ import annotations
@@ -55,20 +57,20 @@ from tests.support import crashes
 
 _ROOT = Path(__file__).parents[2]
 _OURS = ("tieredckpt", "peerstore", "elastic", "integration", "benchmarks", "tests")
-"""Packages whose modules are run with ``-m`` in a fork."""
+"""Packages whose modules run in a fork under ``-m``."""
 _LAUNCHER = "torch.distributed.run"
 _STARTERS = (
     "elastic", "integration.hyperpod.hyperpodrun", "integration.hyperpod.operator", "tests.support.patient_agent",
     _LAUNCHER,
 )  # fmt: skip
-"""Those that start others: what they start are their children."""
+"""Modules that start other processes and so need their own template."""
 _IMPORTED = (
     "boto3", "elastic.cli", "elastic.coordinator.coordinator", "elastic.supervisor.supervisor", "fastapi", "fsspec",
     "numpy", "obstore", "peerstore.cli", "tieredckpt.agent.__main__", "tieredckpt.cli", "torch", "torch._dynamo",
     "torch.distributed.checkpoint", "torch.distributed.fsdp", _LAUNCHER, "uvicorn",
 )  # fmt: skip
 _IMPORTED_ANEW = ("hyperpod_elastic_agent", "integration.hyperpod")
-"""What has a socket or a process's number from when it was imported, and who imports that."""
+"""Modules that hold a socket or pid from their import, and modules that import those."""
 _READ_AT_START = ("LD_", "MALLOC_", "GLIBC_", "PYTHON", "OMP_", "MKL_", "KMP_", "TORCH_", "ATEN_")
 _READ_HERE = (
     "PYTHONPATH", "PYTHONUNBUFFERED", "PYTHONDONTWRITEBYTECODE", "OMP_NUM_THREADS", "TORCH_NCCL_ASYNC_ERROR_HANDLING",
@@ -76,14 +78,14 @@ _READ_HERE = (
 )  # fmt: skip
 _WRAPPER, _WRAPPER_BYTES = re.compile(rb'#!/bin/sh\nexec ([^\n]+) "\$@"\n'), 4096
 _HELD_BACK = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2}
-"""From a template, and from what it forks until that is what was asked for."""
+"""Signals blocked in a template, and in its forks until the requested program runs."""
 _LIMITS = [number for name, number in vars(resource).items() if name.startswith("RLIMIT_")]
 _LENGTH = struct.Struct("!I")
 _HIGH = 500
 _PR_SET_MM, _PR_SET_MM_MAP, _PR_SET_NAME = 35, 14, 15
 _SYS_CLONE, _CLONE_PARENT, _CLONE_CHILD_TIDS = 56, 0x8000, 0x01200000
 _TID_AT = 720
-"""Where glibc keeps a thread's number."""
+"""Offset of the thread ID in glibc's ``struct pthread``, in bytes."""
 
 _libc = ctypes.PyDLL(None, use_errno=True)
 _libc.sbrk.restype = ctypes.c_ulong
@@ -93,30 +95,30 @@ _libc.prctl.argtypes = [ctypes.c_int, ctypes.c_ulong, ctypes.c_char_p, ctypes.c_
 
 
 class ProcessStart(NamedTuple):
-    """What a process is started with."""
+    """A request to start a process."""
 
     argv: list[str]
     environ: dict[str, str]
     folder: str
     files: list[int]
-    """The numbers it knows the files by that go with this."""
+    """Descriptor numbers, in the new process, of the files sent with the request."""
     session: bool
     parent: int
-    """0: whoever forks it."""
+    """Pid of the requesting process; 0 for a detached process."""
     limits: list[tuple[int, int]]
     nice: int
 
 
 class Program(NamedTuple):
-    """The command line of an interpreter, taken apart."""
+    """A parsed command line of an interpreter."""
 
     module: str
     script: str
     words: list[str]
     isolated: bool
-    """Neither its own folder nor ``PYTHONPATH`` is where it looks for modules."""
+    """Whether neither its own folder nor ``PYTHONPATH`` is on ``sys.path``."""
     safe: bool
-    """Only ``PYTHONPATH`` is."""
+    """Whether its own folder is not on ``sys.path``."""
     quiet: bool
 
     @property
@@ -124,11 +126,11 @@ class Program(NamedTuple):
         return any(self.module == one or self.module.startswith(f"{one}.") for one in _STARTERS)
 
 
-# -- what can be forked ------------------------------------------------------------------------------------------------
+# -- programs that can be forked ---------------------------------------------------------------------------------------
 
 
 def parse_program(argv: Sequence[str]) -> Program | None:
-    """``None``: it is started as ever."""
+    """Parse an interpreter's command line; return ``None`` for a program that cannot be forked."""
     if not argv or argv[0] != sys.executable:
         return None
     isolated = safe = quiet = False
@@ -165,28 +167,28 @@ def _read_at_start(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def _namespaces_and_ids() -> tuple[int, ...]:
-    """What a fork of the template has from it, and would have from whoever starts it."""
+    """Return the namespaces and user IDs, which a fork inherits from the template."""
     spaces = (Path(f"/proc/thread-self/ns/{kind}").stat().st_ino for kind in ("net", "mnt", "pid", "user"))
     return (*spaces, os.geteuid(), os.getegid())
 
 
-# -- those who start ---------------------------------------------------------------------------------------------------
+# -- the starting process ----------------------------------------------------------------------------------------------
 
 
 class _TemplateState:
-    """What this process and those it has forked know of templates."""
+    """Templates of this process, inherited by its forks."""
 
     template: socket.socket | None = None
     owner = 0
-    """The process whose children the template makes."""
+    """Pid of the process whose children the template creates."""
     agents = ""
-    """Where the worker's template is asked for what detaches itself."""
+    """Abstract socket of the worker's template, for requests to start detached processes."""
     like: tuple[int, ...] = ()
     read_at_start: Mapping[str, str] = {}
     path: Sequence[str] = ()
-    """Where an interpreter that was just started looks for modules."""
+    """``sys.path`` of a new interpreter, without the program's folder and ``PYTHONPATH``."""
     fresh = False
-    """Everything is started as ever."""
+    """Whether to start every program as usual."""
 
 
 _here = _TemplateState()
@@ -202,7 +204,7 @@ def _execute(self: subprocess.Popen[Any], *args: Any) -> None:
 
 
 def _start(process: Any, given: Mapping[str, Any]) -> bool:
-    """Whether it was forked."""
+    """Fork the program if possible; return whether it was forked."""
     if isinstance(given["args"], (str, bytes)) or not given["close_fds"] or not (_here.template or _here.agents):
         return False
     argv = expand_wrapper([os.fsdecode(word) for word in given["args"]])
@@ -247,7 +249,7 @@ def _start(process: Any, given: Mapping[str, Any]) -> bool:
 
 
 def _matches_template(environ: Mapping[str, str]) -> bool:
-    """Whether a fork of the template is the same as a process that is started here."""
+    """Return whether a fork of the template equals a process started here."""
     return _read_at_start(environ) == _here.read_at_start and _namespaces_and_ids() == _here.like
 
 
@@ -263,7 +265,7 @@ def _fork_child(start: ProcessStart, files: Sequence[int]) -> int:
 
 
 def _fork_detached_child(process: Any, start: ProcessStart, files: Sequence[int]) -> int:
-    """It is not our child: the template waits for it, and says how it ended."""
+    """Fork a detached process; its parent, the template, reports its exit status."""
     end = socket.socket(socket.AF_UNIX)
     try:
         end.connect(f"\0{_here.agents}")
@@ -298,7 +300,7 @@ def _send(end: socket.socket, start: ProcessStart, files: Sequence[int]) -> None
 
 
 def _receive(end: socket.socket) -> tuple[ProcessStart, list[int]]:
-    """:class:`EOFError` when the other side is gone."""
+    """Receive a request and its files; raise :class:`EOFError` once the other side has closed."""
     head, files, *_ = socket.recv_fds(end, _LENGTH.size, 64)
     if not head:
         raise EOFError
@@ -319,7 +321,7 @@ def _receive_exactly(end: socket.socket, size: int) -> bytes:
 # -- templates ---------------------------------------------------------------------------------------------------------
 
 _exits: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]] = []
-"""What modules have asked for at the end of a process; pytest's own are not for others."""
+"""Registered exit functions; forks run all except those of pytest and of tests."""
 _register = atexit.register
 
 
@@ -333,7 +335,7 @@ def _is_test_function(function: Callable[..., Any]) -> bool:
 
 
 def prepare() -> None:
-    """Once, in the session, before workers are forked: import what forks shall have."""
+    """Import the modules that forks share; call it once per session, before forking workers."""
     for name in _IMPORTED:
         importlib.import_module(name)
     _warm()
@@ -344,14 +346,14 @@ def prepare() -> None:
 
 
 def _warm() -> None:
-    """The SDK's own files, which it reads for its first client."""
+    """Load the AWS SDK's data files, which it reads for its first client."""
     from tieredckpt.durable import s3
 
     s3.aws_session("").create_client("s3", region_name="us-east-1").close()
 
 
 def install(*closed: Any) -> None:
-    """In a worker without threads: what it starts from here on comes from a template, for which ``closed`` is not."""
+    """Fork a template for this worker, which has no threads yet; the template closes ``closed``."""
     if (
         platform.machine() != "x86_64"
         or not _here.path
@@ -369,7 +371,7 @@ def install(*closed: Any) -> None:
 
 
 def template_sockets() -> list[socket.socket]:
-    """What a process that a worker forks shall close."""
+    """Return the sockets that a process forked by a worker must close."""
     return [_here.template] if _here.template is not None else []
 
 
@@ -413,7 +415,7 @@ def _fork_template(listener: socket.socket | None = None, *closed: Any) -> None:
 
 
 def _serve(end: socket.socket, listener: socket.socket | None) -> None:
-    """Until the process whose template this is has ended."""
+    """Serve start requests until the process that owns this template ends."""
     selector = selectors.DefaultSelector()
     selector.register(end, selectors.EVENT_READ)
     if listener is not None:
@@ -455,7 +457,7 @@ def _close(files: Sequence[int]) -> None:
 
 
 def _fork_sibling() -> int:
-    """Fork a process whose parent is this one's; 0 in it. There is one thread, which is what makes it possible."""
+    """Fork a child of this process's parent; return 0 in it. This works only in a single-threaded process."""
     ours = _libc.pthread_self() + _TID_AT
     known = ctypes.c_int.from_address(ours).value == os.getpid()
     ctypes.pythonapi.PyOS_BeforeFork()
@@ -469,7 +471,7 @@ def _fork_sibling() -> int:
 
 
 def _forget_pytest() -> None:
-    """What a process that is started does not have."""
+    """Remove state of pytest and of tests that a new process would not have."""
     faulthandler.disable()
     atexit._clear()
     for function, args, more in _exits:
@@ -493,11 +495,11 @@ def _forget_pytest() -> None:
             del sys.modules[name]
 
 
-# -- what is started ---------------------------------------------------------------------------------------------------
+# -- the started process -----------------------------------------------------------------------------------------------
 
 
 class _ExecutedError(BaseException):
-    """This process is to become another program."""
+    """Raised by ``exec`` to run another program of ours in this process."""
 
     def __init__(self, program: Program, argv: Sequence[str]) -> None:
         self.program, self.argv = program, argv
@@ -576,7 +578,7 @@ _exec = os.execve
 
 
 def _keep_only_files(files: Sequence[int], numbers: Sequence[int], *, inheritable: bool) -> None:
-    """Have these files by these numbers, and no other."""
+    """Keep only these files, under these numbers."""
     high = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, _HIGH) for fd in files]
     for name in os.listdir("/proc/self/fd"):  # noqa: PTH208 - names do
         if int(name) not in high:
@@ -591,7 +593,7 @@ _kept: list[Any] = []
 
 
 def _set_proc_cmdline(argv: Sequence[str], environ: Mapping[str, str]) -> bool:
-    """Have ``/proc`` say that this process was started so."""
+    """Set this process's command line and environment in ``/proc``; return whether it succeeded."""
     areas = []
     for words in (argv, [f"{name}={value}" for name, value in environ.items()]):
         text = b"".join(os.fsencode(word) + b"\0" for word in words)
@@ -689,19 +691,19 @@ def _end(status: int) -> NoReturn:
 
 # -- pytest ------------------------------------------------------------------------------------------------------------
 
-atexit.register = _record_exit_function  # before what is imported registers anything
+atexit.register = _record_exit_function  # before imported modules register exit functions
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.getgroup("workers").addoption(
         "--forked-starts",
         action="store_true",
-        help="with --workers: fork our programs instead of starting interpreters",
+        help="Fork our programs instead of starting interpreters. Needs --workers.",
     )
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "fresh_starts: the programs that it starts are started as a user would")
+    config.addinivalue_line("markers", "fresh_starts: start programs with new interpreters, as a user does")
 
 
 @pytest.hookimpl(wrapper=True)

@@ -1,8 +1,8 @@
-"""Everything together in one training script: elastic worlds, FSDP2, exact batches, the fixed tree, the sample cursor.
+"""A training script with everything: elastic worlds, FSDP2, exact batches, fixed tree, sample cursor.
 
-Each rank appends a JSON line per world and per step to a file of its own, so that a test can say afterwards what the
-job learned from, and from where it went on. Arguments: where to write, how many steps, and ``tree``, ``plain`` or
-``loop``, which is the tree in :class:`elastic.Loop`.
+Each rank appends a JSON line per world and per step to its own file. From these a test checks which samples the job
+used and where it resumed. Arguments: the output folder, the number of steps, and ``tree``, ``plain`` or ``loop``
+(the tree in :class:`elastic.Loop`).
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def build_model(world: World) -> torch.nn.Module:
 
 
 class RankLog:
-    """This rank's lines."""
+    """This rank's log of JSON lines."""
 
     def __init__(self, folder: Path) -> None:
         self._file: TextIO = (folder / f"{os.getpid()}.jsonl").open("a", buffering=1)
@@ -75,7 +75,7 @@ def main(folder: str, total: int, how: str) -> None:
             found = ckpt.last_restore
             diary.write("world", first=first, tiers=found.bytes_by_tier if found else {}, reason=world.reason, **place)
             for step in world.steps(first, total, checkpoint=(ckpt, state)):
-                while step >= int(limit.read_text()):  # the test says how far: what it does next meets this step
+                while step >= int(limit.read_text()):  # the test sets the limit, so that its next action hits this step
                     time.sleep(0.01)
                 work = next(iter(loader))
                 mine = [batch.data for batch in work]

@@ -1,6 +1,4 @@
-"""Jobs of :mod:`tests.support.golden_training` to which faults happen, and what they learned compared with one that had
-none.
-"""
+"""Jobs of :mod:`tests.support.golden_training` with faults, compared with a run without faults."""
 
 from __future__ import annotations
 
@@ -31,14 +29,16 @@ NON_FATAL_KINDS = frozenset({InjectionKind.AGENT, InjectionKind.SLOW})
 """Faults that do not end a world."""
 TRAINER = ROOT / "tests/support/golden_training.py"
 NPROC = {"ddp": 1, "fsdp": 1, "hsdp": 2, "plain": 1}
-"""Ranks of a node. Two nodes train, a third one waits."""
+"""Ranks per node. Two nodes train and a third one is a spare."""
 EVERY = {"ddp": 4, "fsdp": 1, "hsdp": 1, "plain": 4}
-"""Every which step is saved. Of those between, what a rank had is had from one that lives, or done again."""
+"""Save interval in steps. Steps since the last save are copied from a live rank or repeated."""
 GAP = 3
-"""Steps between two faults: enough that --hang-timeout sees the world get on before the next one."""
+"""Steps between two faults: enough for the hang detector to see progress before the next one."""
 LAST_STEPS = 4
-"""And, where not every step is saved, so many that another save follows the first one of a world: only that one is
-sealed in the background."""
+"""Minimum number of steps after the last fault.
+
+Longer save intervals add ``2 * (EVERY - 1)`` steps: only a world's second save is sealed in the background.
+"""
 HANG_S, FIRST_S, SETTLE_S = 5.0, 30.0, 5.0
 
 POLICY = """\
@@ -51,7 +51,7 @@ abort_timeout_s: 15
 
 
 class GoldenRun(ElasticRun):
-    """One run."""
+    """One job, its fault plan and its logs."""
 
     def __init__(self, folder: Path, name: str, how: str, faults: FaultPlan, *, backend: str = "gloo") -> None:
         super().__init__(folder, name)
@@ -60,10 +60,10 @@ class GoldenRun(ElasticRun):
         self.total = max(steps, default=0) + LAST_STEPS + 2 * (EVERY[how] - 1)
         self.environ |= {
             "OMP_NUM_THREADS": "1",
-            "TIEREDCKPT_AGENT_DIRECTORY": str(folder / "agent"),  # of a job with one node: not the user's own
+            "TIEREDCKPT_AGENT_DIRECTORY": str(folder / "agent"),  # used by one-node jobs, instead of the user's own
             "TIEREDCKPT_AGENT_BUDGET": "64MiB",
             "TIEREDCKPT_AGENT_LINGER_S": "1",
-            "TIEREDCKPT_AGENT_JOB_TTL_S": "60",  # what no process asks for while all are started anew is kept
+            "TIEREDCKPT_AGENT_JOB_TTL_S": "60",  # keeps shards while all processes restart
             "TIEREDCKPT_EVENT_LOG": str(folder / "ledger"),
         }
         self.diary = folder / "diary"
@@ -90,7 +90,7 @@ class GoldenRun(ElasticRun):
         )
 
     def wait_finished(self, run: Any, within_s: float) -> None:
-        """Until the job has ended; machines that were lost come back meanwhile."""
+        """Wait until the job ends; restart lost machines meanwhile."""
         deadline = time.monotonic() + within_s
         while run.poll() is None:
             if time.monotonic() > deadline:
@@ -107,7 +107,7 @@ class GoldenRun(ElasticRun):
                 self.start("join", self.name, "--node", one.node, "-v")
 
     def failure_report(self) -> str:
-        """What is to be read when it went wrong."""
+        """Return the injected faults and the ends of output and logs."""
         done = [
             f"{one.injected_at:.1f} {one.injection}: step {one.step}, rank {one.rank}"
             for one in injected_faults(self.record)
@@ -126,8 +126,8 @@ class GoldenRun(ElasticRun):
     def committed_steps(self, lost: Collection[int] = ()) -> list[dict[str, Any]]:
         """Return the result of each step in the world that did it last; its ranks agree on it.
 
-        ``lost``: processes that a test killed at any moment. Such a process takes part in a step that the others
-        complete, and may end before it writes its own line; the step then has ``"unwritten"`` true.
+        ``lost``: processes that a test killed at any moment. Such a process may take part in a step that the others
+        complete and die before it logs the step. The step then has ``"unwritten"`` true.
         """
         worlds = defaultdict(list)
         pids = {(one["epoch"], one["rank"]): one["pid"] for one in self.log_lines("world")}
@@ -146,7 +146,7 @@ class GoldenRun(ElasticRun):
         return found
 
     def close(self) -> None:
-        """Also of a run that did not end by itself: its agents wait for whoever resumes it."""
+        """Kill all processes of the job. After an unfinished run its agents would wait for a restart."""
         for one in self.started:
             if one.poll() is None:
                 one.kill()
@@ -157,7 +157,7 @@ class GoldenRun(ElasticRun):
         super().close()
 
     def persistent_pids(self) -> list[int]:
-        """Processes of this job that are not ranks: the coordinator and the supervisors."""
+        """Return the pids of the coordinator and the supervisors."""
         return [*self.pids('"type":"coordinator"'), *self.pids('"type":"node"')]
 
 
@@ -165,14 +165,14 @@ BITS = ("loss", "norm", "rate")
 
 
 def state_sum(ranks: Sequence[dict[str, Any]], step: int) -> int:
-    """Of all parameters and moments, of which replicas have the same."""
+    """Return the checksum of all parameters and moments; fail if replicas differ."""
     whole = combine_checksums(RankChecksum(msgspec.convert(one["share"], dict[str, ChecksumPart])) for one in ranks)
     assert whole.diverged_names == (), step
     return whole.value
 
 
 def assert_same_training(disturbed: Sequence[dict[str, Any]], quiet: Sequence[dict[str, Any]]) -> None:
-    """Loss, norm, learning rate, parameters and moments after every step, and the samples it was learned from."""
+    """Check that every step has the same samples and results: loss, norm, rate and state checksum."""
     assert len(disturbed) <= len(quiet)
     order = [int(index) for index in SampleOrder(SAMPLES, SEED, "full").indices(0, len(disturbed) * BATCH)]
     for step, (one, other) in enumerate(zip(disturbed, quiet, strict=False)):
@@ -184,7 +184,7 @@ def assert_same_training(disturbed: Sequence[dict[str, Any]], quiet: Sequence[di
 
 
 def assert_worlds_consistent(job: GoldenRun) -> None:
-    """Each rank of a world is one process, which is in no older world later, and does one step after the other."""
+    """Check that a rank is one process, and that its worlds and steps only increase."""
     places, lives = {}, defaultdict(list)
     for one in job.log_lines("world"):
         assert places.setdefault((one["epoch"], one["rank"]), one["pid"]) == one["pid"], one
@@ -207,7 +207,7 @@ def assert_all_injected_once(job: GoldenRun) -> None:
 def chain_faults(
     pairs: Iterable[tuple[InjectionKind, InjectionPhase]], ranks: int, *, first: int = 4, gap: int = GAP
 ) -> FaultPlan:
-    """One run through all of them: those between steps in the recovery from one that was in a step."""
+    """Return one plan for all pairs; faults between steps strike the recovery from a fault in a step."""
     steps, between = [], []
     for pair in pairs:
         (between if pair[1].is_between_steps else steps).append(pair)
@@ -227,7 +227,7 @@ def chain_faults(
 
 
 def all_pairs() -> list[tuple[InjectionKind, InjectionPhase]]:
-    """Every kind in every phase in which there is one."""
+    """Return every fault kind with every phase in which it exists."""
     return [
         (kind, phase)
         for kind in InjectionKind
@@ -252,7 +252,7 @@ def golden_run(tmp_path):
 
 
 def reference_run(folder: Path, total: int) -> list[dict[str, Any]]:
-    """What one rank alone learns, with the fixed tree: the same as any world does."""
+    """Return the steps of a fault-free run on one rank; the fixed tree gives every world this result."""
     one = GoldenRun(folder, "quiet", "fsdp", FaultPlan())
     try:
         one.wait_finished(one.start_run(1, 0, total=total), 120)
@@ -262,5 +262,5 @@ def reference_run(folder: Path, total: int) -> list[dict[str, Any]]:
 
 
 def process_size(pid: int) -> dict[str, int]:
-    """What a process has: see :class:`tests.support.golden_training.ProcessSize`."""
+    """Measure a process with :class:`tests.support.golden_training.ProcessSize`."""
     return ProcessSize.measure(pid)

@@ -1,11 +1,17 @@
-"""A training whose every step can be told from any other one: DDP, FSDP2 or HSDP, AdamW, dropout, a learning rate's
-schedule, samples by number. ``plain`` is what many scripts are: gradients are summed and used, and nobody looks at
-them; what it learns depends on the number of ranks.
+"""A training script in which every step has a distinct result.
 
-Each rank appends a JSON line per world and per step to a file of its own. What it says of the state after a step is its
-own share of the checksum: no collective has to end well for that. Arguments: where to write, how many steps, ``ddp``,
-``fsdp``, ``hsdp`` or ``plain``, how long an error waits for word of another rank's loss, every which step is saved, and
-the backend.
+It uses DDP, FSDP2 or HSDP, AdamW, dropout, a learning rate schedule and numbered samples. In mode ``plain`` ranks sum
+the gradients without inspecting them, as many scripts do, so its result depends on the number of ranks.
+
+Each rank appends a JSON line per world and per step to its own file. The line of a step has this rank's share of the
+state checksum, which needs no collective. Arguments:
+
+- output folder
+- number of steps
+- ``ddp``, ``fsdp``, ``hsdp`` or ``plain``
+- seconds that an error waits for the report of a lost rank
+- save interval in steps
+- backend
 """
 
 from __future__ import annotations
@@ -34,9 +40,9 @@ from tieredckpt import Checkpointer
 from tieredckpt.tensors.state_dict import flatten_state
 
 AHEAD = f"{nccl_like.NAME}, ahead"
-"""Instead of a backend: that one, and the thread that trains does not wait for what it asks for."""
+"""Backend argument: ``nccl_like`` with asynchronous operations on the training thread."""
 DEVICE = "device"
-"""Instead of a backend: the usual one of the devices that are there, and ``plain`` is trained on them."""
+"""Backend argument: train on the machine's devices with their default backend."""
 SEED, SAMPLES, BATCH, MICROBATCH, WIDTH = 7, 101, 8, 2, 16
 
 
@@ -74,7 +80,7 @@ def learning_rate_factor(step: int) -> float:
 
 
 class RankLog:
-    """This rank's lines."""
+    """This rank's log of JSON lines."""
 
     def __init__(self, folder: Path) -> None:
         self._file: TextIO = (folder / f"{os.getpid()}.jsonl").open("a", buffering=1)
@@ -85,7 +91,7 @@ class RankLog:
 
 
 class ProcessSize:
-    """What a process has: descriptors, threads, resident memory."""
+    """A process's resource use: descriptors, threads and resident bytes."""
 
     @staticmethod
     def measure(pid: int | str) -> dict[str, int]:
@@ -102,13 +108,13 @@ def refuse_step(total: Any) -> None:
 
 
 def checksum_share(bare: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """This rank's part of the checksum of what it trains."""
+    """Return this rank's share of the checksum of model and optimizer."""
     share = state_checksum({"model": bare, "optim": optimizer})
     return msgspec.to_builtins({name: part for name, part in share.parts.items() if part.dtype != OBJECT_DTYPE})
 
 
 def plain_step(model: torch.nn.Module, mine: list[Any], step: int, place: torch.device) -> None:
-    """The gradients of all ranks, summed; nothing here is read by the host."""
+    """Sum the gradients of all ranks without reading a value on the host."""
     model.zero_grad()
     for number, (x, y) in enumerate(mine):
         with seeded(SEED, step, dist.get_rank() * len(mine) + number):
@@ -122,7 +128,7 @@ def main(folder: str, total: int, how: str, settle_s: float, every: int, backend
     is_on_device = backend == DEVICE
     if is_on_device:
         backend = None
-        os.environ["NCCL_HOSTID"] = f"rank-{os.getpid()}"  # else NCCL takes no two ranks on one device
+        os.environ["NCCL_HOSTID"] = f"rank-{os.getpid()}"  # NCCL otherwise refuses two ranks on one device
     is_ahead = backend == AHEAD
     if is_ahead:
         backend = nccl_like.NAME
@@ -131,7 +137,7 @@ def main(folder: str, total: int, how: str, settle_s: float, every: int, backend
 
     @recoverable(policy=RecoveryPolicy(peer_loss_wait_s=settle_s, backend=backend))
     def train(world: World) -> None:
-        carried = ProcessSize.measure("self")  # over from other worlds; what this one has comes later
+        carried = ProcessSize.measure("self")  # left over from earlier worlds, before this one allocates
         place = world.device if is_on_device else torch.device("cpu")
         bare = bare_model().to(place)
         model = wrap_model(bare, how, world)
@@ -143,7 +149,7 @@ def main(folder: str, total: int, how: str, settle_s: float, every: int, backend
         loader = ElasticDataLoader(NumberDataset(), RankShare(plan, world.rank), seed=SEED)
         state = {"model": bare, "optim": optimizer, "data": loader, "rate": schedule}
         with Checkpointer("tiered://golden", every=every, on_busy="wait") as ckpt, loader, ExitStack() as stack:
-            # It waits: a fault may be in any save.
+            # Busy saves wait: every save must happen, since a fault may target it.
             first = ckpt.restore(state) + 1
             found = ckpt.last_restore
             tiers = found.bytes_by_tier if found else {}
@@ -166,7 +172,7 @@ def main(folder: str, total: int, how: str, settle_s: float, every: int, backend
                 optimizer.step()
                 schedule.step()
                 work.commit()
-                # Before it is saved: what is safe may have to speak for itself when its rank ends there.
+                # Log before the save: a fault may kill the rank in it, and a sealed step needs its line.
                 bits |= {"step": step, "rate": schedule.get_last_lr()[0].hex(), "samples": work.indices().tolist()}
 
                 def write(bits: dict[str, Any] = bits) -> None:

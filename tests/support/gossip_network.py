@@ -1,6 +1,6 @@
-"""A network of :class:`SwimMembership` objects under one fake clock: messages get lost, late, doubled and out of order.
+"""A simulated network of :class:`SwimMembership` objects under one fake clock.
 
-Everything follows from the seed. What one run did is in ``seed``, ``now`` and ``messages``.
+Messages may be lost, late, duplicated or out of order; the seed determines everything.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ class GossipNetwork:
         self.now = 0.0
         self.roster = member_list(1, members)
         self.over_the_wire = len(self.roster.nodes) < 20
-        """Messages are encoded and decoded, too; larger networks save the time."""
+        """Whether to encode and decode messages; larger networks skip it to save time."""
         self.up: dict[NodeId, SwimMembership] = {}
         self.lives: Counter[NodeId] = Counter()
-        self.clock: Counter[NodeId] = Counter()  # how far each node's clock is off
+        self.clock: Counter[NodeId] = Counter()  # seconds that each node's clock is ahead
         self.cut: Callable[[NodeId, NodeId], bool] = lambda a, b: False
         self.messages: Counter[NodeId] = Counter()
         self.largest = 0
@@ -58,10 +58,10 @@ class GossipNetwork:
         for one in self.roster.nodes:
             self.start(one, self.roster if tell_all else None)
 
-    # -- what happens to nodes ----------------------------------------------------------------------------------------
+    # -- node faults --------------------------------------------------------------------------------------------------
 
     def start(self, one: PeerNode, roster: MemberList | None = None) -> SwimMembership:
-        """A node begins to live, or lives again."""
+        """Start or restart a node."""
         self.lives[one.id] += 1
         number = int((self.now + 1) * 1e6) + self.lives[one.id]
         member = SwimMembership(one, number, self.settings, seed=self.random.getrandbits(32))
@@ -76,7 +76,7 @@ class GossipNetwork:
             del self.up[NodeId(name)]
 
     def suspend(self, name: str, seconds: float) -> None:
-        """A virtual machine that stands still while the world goes on."""
+        """Pause a node for ``seconds``, as a suspended virtual machine."""
         member = self.up.pop(NodeId(name))
 
         def wake() -> None:
@@ -87,7 +87,7 @@ class GossipNetwork:
         self._schedule(self.now + seconds, wake)
 
     def split(self, *sides: Iterable[str]) -> None:
-        """Only nodes of one side hear each other."""
+        """Cut all messages between different sides."""
         side = {name: number for number, names in enumerate(sides) for name in names}
         self.cut = lambda a, b: side.get(a) != side.get(b)
 
@@ -97,7 +97,7 @@ class GossipNetwork:
     # -- time ---------------------------------------------------------------------------------------------------------
 
     def run(self, seconds: float, watch: Callable[[], Any] | None = None) -> None:
-        """``watch`` is called after every message and every tick."""
+        """Run for ``seconds``; call ``watch`` after every message and tick."""
         end = self.now + seconds
         while self._events and self._events[0][0] <= end:
             self.now, _, event = heapq.heappop(self._events)
@@ -107,17 +107,17 @@ class GossipNetwork:
         self.now = end
 
     def run_until(self, condition: Callable[[], bool], within_s: float) -> float:
-        """How long it took until ``condition`` held at the end of a period."""
+        """Run until ``condition`` holds after a heartbeat period; return the seconds it took."""
         begin = self.now
         while not condition():
             assert self.now - begin <= within_s, f"not within {within_s} s (seed {self.seed}): {self.describe()}"
             self.run(self.settings.heartbeat_s)
         return self.now - begin
 
-    # -- what they believe --------------------------------------------------------------------------------------------
+    # -- membership views ---------------------------------------------------------------------------------------------
 
     def is_agreed(self, living: Iterable[str] | None = None) -> bool:
-        """Whether all who live see exactly ``living`` (all who live) alive."""
+        """Return whether the ``living`` nodes (default: all running ones) see exactly each other alive."""
         expected = {one.id for one in self.roster.nodes} & set(self.up if living is None else living)
         return all(self.alive(name) == expected for name in expected)
 
@@ -149,7 +149,7 @@ class GossipNetwork:
         self._schedule(self.now + self.settings.heartbeat_s, lambda: self._tick(name, member))
 
     def _ask_another(self, a: NodeId, helper: NodeId, node: NodeId) -> None:
-        """Four messages on two ways; the answer is only worth something where none of them is lost."""
+        """Ping ``node`` through ``helper``; the ping succeeds only if none of its four messages is lost."""
         self.messages[a] += 1
         ways = [(a, helper), (helper, node), (node, helper), (helper, a)]
         when = self.now + sum(self.random.uniform(*self.delay_s) for _ in ways)

@@ -1,6 +1,6 @@
-"""Paths between nodes that are slow, lossy, corrupt, or break off: copies and reads come through, and only right ones.
+"""Slow, lossy, corrupting and broken paths between nodes: copies and reads arrive intact.
 
-A path's shape is for connections that begin after it was made, so it is made before the nodes meet.
+A path shapes only connections that begin after its creation, so tests create it before the nodes connect.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ PATIENCE_S = 90
 
 @contextlib.contextmanager
 def two_nodes(net):
-    """What n1 sends to n2 goes through ``forth`` of the path."""
+    """Yield two nodes and their path; its ``forth`` carries the bytes from n1 to n2."""
     paths = []
     with partitioned_job(net, "n1", "n2", wire=lambda net: paths.append(net.slow_path(*net.hosts.values()))) as job:
         job.claim_incarnation("n1")
@@ -30,7 +30,7 @@ def two_nodes(net):
 
 @contextlib.contextmanager
 def three_nodes(net, **shape):
-    """Every path is a proxy; ``paths[a, b]`` has what a sends to b over connections that a made in ``forth``."""
+    """Yield three nodes; ``paths[a, b].forth`` carries the bytes from a to b on connections of a."""
     paths = {}
 
     def wire(net):
@@ -44,7 +44,7 @@ def three_nodes(net, **shape):
 
 class TestSlow:
     def test_throttled_path_delays_copies_and_no_save(self, net):
-        """Version 2 waits behind version 1, which takes seconds at 100 Mbit/s: on the way is no matter of luck."""
+        """Version 1 takes seconds at 100 Mbit/s, so version 2 is certain to wait behind it."""
         with partitioned_job(net, "n1", "n2") as job:
             job.claim_incarnation("n1")
             n1, size = job["n1"], 32 * MIB
@@ -97,7 +97,7 @@ class TestCorrupt:
             assert not job["n2"].store.status().damage_reports
 
     def test_bit_flipped_during_a_read_is_requested_again(self, net):
-        """There is no other copy, and this one is good: it is not given up for what the way did."""
+        """Damage on the path must not discard the source, a good copy."""
         with partitioned_job(net, "n1", "n2") as job:
             job.claim_incarnation("n1")
             (of,) = job.write(1, "n1", size_bytes=SIZE)
@@ -123,9 +123,7 @@ class TestBroken:
             assert all(reset.wait(PATIENCE_S) for reset in resets)
             job.wait_replicated(1)
             job.assert_intact_copies([of])
-            leases = wait_until(
-                lambda: job["n2"].store.status().arena.leases == 0, "slots of broken pushes are free again"
-            )
+            leases = wait_until(lambda: job["n2"].store.status().arena.leases == 0, "slots of broken pushes are free")
             assert leases
 
     @pytest.mark.parametrize("streams", [1, 2])
@@ -143,9 +141,9 @@ class TestBroken:
 
 
 def stall_during_copy(path, seat, of, *others):
-    """A copy of a new shard is on its way when nothing passes any more, neither on its path nor on the others.
+    """Stall the paths, in both directions, in the middle of copying a new shard.
 
-    The shard is larger than all that proxies and kernels hold for a path.
+    The shard is larger than all proxy and kernel buffers of a path.
     """
     path.forth.bytes_per_s = 10e6
     before = path.forth.passed_bytes
@@ -165,7 +163,7 @@ def resume(*paths):
 
 class TestStalled:
     def test_stalled_replication_is_abandoned_and_blocks_no_trainer(self, net):
-        """The partner lives, as the third node says: it gets its copy when the path is good again."""
+        """The third node still reaches the partner, so it gets its copy once the path recovers."""
         with three_nodes(net) as (job, paths):
             n1 = job["n1"]
             partner = n1.partner
@@ -175,7 +173,7 @@ class TestStalled:
             assert n1.has_intact_shard(later)
             assert n1.replication_status(later).missing_copies == 1
             assert n1.view.sending
-            wait_until(lambda: n1.replication_status(of).problem, "the push is given up")
+            wait_until(lambda: n1.replication_status(of).problem, "the push fails")
             assert not job[partner].holds(of)
             assert n1.replication_status(of).copies == 1
             resume(path)

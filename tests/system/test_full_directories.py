@@ -1,6 +1,6 @@
-"""A run directory that is full costs what would have been kept there, and not the job.
+"""Full run directories: writes there fail, and the job continues.
 
-The directories of the job and of one node are file systems in memory, so that either can be filled up alone.
+The directories of the job and of one node are separate in-memory file systems, so that a test can fill one alone.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def directory(job, place):
 
 
 def fill(place):
-    """Until not a byte more goes in, however small the file."""
+    """Fill the file system until not even one more byte fits."""
     for size in (1 << 20, 1 << 12, 1):
         with contextlib.suppress(OSError), (place / f"junk-{size}").open("wb", buffering=0) as file:
             while file.write(bytes(size)):
@@ -67,5 +67,5 @@ def test_full_directories_do_not_change_the_result(job, reference_steps, place, 
     kill({"rank": ranks[-1]["pid"], "agent": agents[0], "coordinator": job.coordinator_pid()}[whom])
     job.wait_finished(run, 200)
     assert_worlds_consistent(job)
-    lost = {ranks[-1]["pid"]} if whom == "rank" else ()  # it may end before it has written down its last step
+    lost = {ranks[-1]["pid"]} if whom == "rank" else ()  # it may die before it logs its last step
     assert_same_training(job.committed_steps(lost), reference_steps)

@@ -1,4 +1,4 @@
-"""Hosts are apart, reach each other, and every fault does to real sockets what its name says."""
+"""Simulated hosts: isolation, connectivity, and the effect of every fault on real sockets."""
 
 import contextlib
 import http.client
@@ -119,7 +119,7 @@ class TestHosts:
             net.host(name)
 
 
-class TestNothingIsLeft:
+class TestCleanup:
     def test_failed_network_setup_leaves_nothing(self):
         seen = []
 
@@ -157,7 +157,7 @@ class TestNothingIsLeft:
         with network():
             assert process_start_time(int(pid)) < 0
             assert not [path for place in namespaces.PLACES for path in place.glob(f"{prefix}*")]
-            assert namespaces.namespace_path(net.hub).exists(), "the living keep theirs"
+            assert namespaces.namespace_path(net.hub).exists(), "networks of live processes stay"
 
     def test_missing_support_for_namespaces_has_a_reason(self, monkeypatch):
         why_not = namespaces.missing_reason.__wrapped__
@@ -223,7 +223,7 @@ class TestHostFaults:
             n1.unplug()
             with pytest.raises(OSError, match="Network is unreachable"):
                 n1.connect(n2, 1)
-            with pytest.raises(OSError):  # silence, or no answer to who has that address
+            with pytest.raises(OSError):  # a timeout or a failed ARP request
                 n2.connect(n1, 1, timeout_s=HANGS_S)
             near.sendall(b"late")
             n1.plug()
@@ -245,7 +245,7 @@ class TestHostFaults:
 
     @pytest.mark.parametrize("direction", ["from", "to"])
     def test_throttled_host_is_slow_in_both_directions(self, host_pair, direction):
-        """A lower bound of physics: 16 MiB less a burst at 100 Mbit/s are 1.3 s."""
+        """16 MiB less a burst take at least 1.3 s at 100 Mbit/s."""
         n1, n2 = host_pair if direction == "from" else host_pair[::-1]
         host_pair[0].throttle("100mbit")
         assert seconds_to_move(n1, n2, 16 * MIB) > 1.2
@@ -295,7 +295,7 @@ class TestHostFaults:
 
 
 def seconds_to_move(client, server, size):
-    """From the first byte that arrives to the last."""
+    """Return the seconds until all bytes have arrived."""
     with connection(client, server) as (near, far):
         sender = send_in_background(near, bytes(size))
         began = time.monotonic()

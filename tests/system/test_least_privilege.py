@@ -1,4 +1,4 @@
-"""The DaemonSet's init container and agent with just the user and the capabilities that the manifest gives them."""
+"""The DaemonSet's init container and agent with only the manifest's users and capabilities."""
 
 import json
 import os
@@ -16,13 +16,13 @@ from tests.support.manifest_agent import agent_command, config_map, daemon_pod, 
 
 pytestmark = [
     pytest.mark.system,
-    pytest.mark.skipif(os.getuid() != 0, reason="needs root, to give it up"),
+    pytest.mark.skipif(os.getuid() != 0, reason="needs root, to drop it"),
     pytest.mark.skipif(shutil.which("setpriv") is None, reason="needs setpriv (util-linux)"),
 ]
 
 
 def confined_command(container, pod):
-    """A command that runs as the container's user with no capability but its own, and can get no other."""
+    """Return a command prefix that permanently drops to the container's user and capabilities."""
     may = {**pod["securityContext"], **container["securityContext"]}
     user, group = str(may["runAsUser"]), str(may["runAsGroup"])
     kept = ",".join(["-all", *(f"+{name.lower()}" for name in may["capabilities"].get("add", []))])
@@ -34,7 +34,7 @@ def test_agent_serves_from_a_directory_that_root_created(agent_dir, tmp_path):
     pod = daemon_pod()
     (init,), (agent,) = pod["initContainers"], pod["containers"]
     agent_dir.mkdir(mode=0o755)  # as the kubelet does
-    for _ in range(2):  # and again, when the pod is started anew
+    for _ in range(2):  # the second time as after a restart of the pod
         command = [word.replace("/dev/shm/tieredckpt", str(agent_dir)) for word in init["command"]]
         subprocess.run([*confined_command(init, pod), *command], check=True, timeout=200)
         found = agent_dir.stat()
@@ -49,7 +49,7 @@ def test_agent_serves_from_a_directory_that_root_created(agent_dir, tmp_path):
     user = confined_command(agent, pod)
     assert agent["securityContext"]["readOnlyRootFilesystem"] is True
     alone = ["unshare", "--mount", "--propagation=private"]
-    packages = tmp_path / "packages"  # those of this environment, which may be where nobody else gets in
+    packages = tmp_path / "packages"  # this environment's packages may be in a private directory
     packages.mkdir()
     env["PYTHONPATH"] += f":{packages}"
     mounted = f"mount --bind {sysconfig.get_paths()['purelib']} {packages} && mount -o remount,bind,ro /"

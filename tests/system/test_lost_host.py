@@ -1,4 +1,4 @@
-"""A host is gone from the network with everything in its memory: ranks on the others go on, bit for bit."""
+"""A host lost with all its memory: ranks on the other hosts resume bit for bit."""
 
 import itertools
 
@@ -28,7 +28,7 @@ def sharded_state(step):
 
 
 def assert_restored(ckpt, inside, expected):
-    """Restores, and says from which tiers; then the state is what was saved."""
+    """Restore, check the state and return the tiers that it was read from."""
     wanted = sharded_state(expected)
     state = zeros_like_state(wanted)
     with inside():
@@ -54,7 +54,7 @@ def restore(inside, expected):
 
 
 def restore_unreachable(_inside, step):
-    """The agent reaches the other nodes, and the rank does not: what it cannot reach is unknown, not damaged."""
+    """Fail to restore where only the agent reaches other nodes; return quarantine reasons, if any."""
     with Checkpointer(JOB, on_sigterm="ignore") as ckpt:
         with pytest.raises(PeersLostError, match="cannot be read from other nodes"):
             ckpt.restore(zeros_like_state(sharded_state(step)))
@@ -86,7 +86,7 @@ def test_unplugged_host_loses_no_step_and_gets_copies_on_return(net, ranks):
 
 
 def test_ranks_on_distant_hosts_save_and_restore(net, ranks):
-    """Each host has two of three parts: the third comes over the network."""
+    """Each host has two of three parts and reads the third over the network."""
 
     def far_apart(net):
         for one, other in itertools.permutations(net.hosts.values(), 2):

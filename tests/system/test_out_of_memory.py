@@ -1,4 +1,4 @@
-"""The kernel ends a rank for lack of memory: its control group has a limit, as a container has."""
+"""A rank killed by the kernel at its control group's memory limit, as in a container."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ VERSIONS = {
 
 @pytest.fixture
 def group():
-    """A control group with that limit, as a file for whoever is to be in it."""
+    """Yield the ``cgroup.procs`` file of a control group with that limit."""
     for root, limit in VERSIONS.items():
         made = root / f"tieredckpt-test-{os.getpid()}"
         try:
@@ -36,7 +36,7 @@ def group():
                 return
         finally:
             made.rmdir()
-    pytest.skip("no control group that limits memory can be made here (root, and a memory controller)")
+    pytest.skip("cannot create a control group with a memory limit: needs root and a memory controller")
 
 
 def test_out_of_memory_rank_is_replaced_with_its_reason(group) -> None:

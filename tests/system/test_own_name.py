@@ -1,4 +1,4 @@
-"""Two machines that, as on Debian, find 127.0.1.1 under their own name: the others are told another address."""
+"""Two machines that resolve their own name to 127.0.1.1, as on Debian, but announce another address."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The suites for object stores and for uploads against Ceph's gateway, which checks what the small servers let pass."""
+"""Object store and upload suites against Ceph's gateway, which is stricter than the small servers."""
 
 from __future__ import annotations
 

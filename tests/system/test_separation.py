@@ -1,4 +1,4 @@
-"""Nodes are cut off from each other: what each side may do, what it keeps, and how they find together again."""
+"""Network partitions: permitted work and retained data on each side, and the merge."""
 
 import pytest
 
@@ -12,7 +12,7 @@ SIZE = 2 * MIB + 12345
 
 @pytest.fixture
 def job(net):
-    """Three nodes in three racks; version 1 is settled."""
+    """Yield a job on three nodes in three racks; version 1 is replicated."""
     with partitioned_job(net, "n1", "n2", "n3") as made:
         made.claim_incarnation("n1")
         made.write(1, size_bytes=SIZE)
@@ -26,16 +26,16 @@ class TestPartition:
         here = n3.keys()
         under_way = n3.store.lease(job.key(2, "n3"), SIZE, 3)
         net.partition([n1.host, n2.host], [n3.host])
-        wait_until(lambda: not n3.view.quorum, "n3 notices that it is alone")
+        wait_until(lambda: not n3.view.quorum, "n3 loses its quorum")
         with pytest.raises(NoQuorumError, match=r"n1 \((suspected|dead) .*n2 \((suspected|dead) "):
             n3.store.claim("separated", "c")
-        wait_until(lambda: n1.state_of("n3") == "dead", "n3 is given up")
+        wait_until(lambda: n1.state_of("n3") == "dead", "n1 declares n3 dead")
 
         job.claim_incarnation("n1", epoch=2)
         new = job.write(2, "n1", "n2", size_bytes=SIZE, epoch=2)
         job.wait_replicated(2, "n1", "n2")
         job.assert_intact_copies(new, "n1", "n2")
-        # The minority's writer does not know yet: nothing of what it does makes version 1 superfluous.
+        # The minority's writer does not know yet that it is fenced. Its writes must not evict version 1.
         n3.write(job.key(3, "n3"), SIZE, parts=3)
         with pytest.raises(ArenaBusyError, match="version 1: the newest complete one"):
             n3.write(job.key(4, "n3"), SIZE, parts=3)
@@ -46,17 +46,17 @@ class TestPartition:
         assert not job.holders(job.key(3, "n3"), "n1", "n2")
 
         net.heal_all()
-        wait_until(lambda: n3.store.epoch("separated") == 2, "n3 hears of the new incarnation")
+        wait_until(lambda: n3.store.epoch("separated") == 2, "n3 learns of the new epoch")
         with pytest.raises(FencedError, match=r"epoch 2 \(b\)"):
             n3.write(job.key(5, "n3"), SIZE, parts=3)
         with pytest.raises(LeaseLostError):
             n3.store.seal(under_way.id, SIZE)
         job.wait_replicated(2)
-        wait_until(lambda: n1.state_of("n3") == "alive" and n3.view.quorum, "they are together again")
+        wait_until(lambda: n1.state_of("n3") == "alive" and n3.view.quorum, "n3 has rejoined")
         newest = job.write(3, size_bytes=SIZE, epoch=2)
         job.wait_replicated(3)
         job.assert_intact_copies(newest)
-        assert any(n3.holds(of) for of in newest[:2]), "n3 is somebody's partner again"
+        assert any(n3.holds(of) for of in newest[:2]), "n3 receives copies again"
         assert not job.holders(job.key(3, "n3"), "n1", "n2")
 
 

@@ -1,5 +1,7 @@
-"""A name server that does not answer: torch's store asks for the name of everybody who connects, in the thread that
-serves all ranks."""
+"""A name server that does not answer torch's store.
+
+The store resolves the name of each client in the thread that serves all ranks.
+"""
 
 import os
 import subprocess
@@ -33,7 +35,7 @@ threading.Thread(target=listen, daemon=True).start()
 keeper = StoreProcess("10.9.8.7", told.put)
 keeper.ensure(wanted=True)
 host, _, port = told.get(timeout=60).rpartition(":")
-os.environ["RES_OPTIONS"] = "timeout:1 attempts:1"  # this process asks, too
+os.environ["RES_OPTIONS"] = "timeout:1 attempts:1"  # this process sends queries, too
 from torch.distributed import TCPStore
 
 for client in [TCPStore(host, int(port), is_master=False, wait_for_workers=False) for _ in range(2)]:

@@ -1,7 +1,7 @@
-"""``elastic run`` on a real Slurm, as ``examples/slurm.sbatch`` has it.
+"""``elastic run`` on a real Slurm, as in ``examples/slurm.sbatch``.
 
-One slurmctld and six machines, each with a network, shared memory and a name of its own, which as on Debian leads to
-127.0.1.1 there.
+The cluster has one slurmctld and six machines, each with its own network, shared memory and name. As on Debian, each
+machine resolves its own name to 127.0.1.1.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def slurm(tmp_path_factory):
 
 
 class SlurmTraining(TrainingRun):
-    """The trainer of :mod:`tests.support.full_training`, submitted as the example says."""
+    """A job of :mod:`tests.support.full_training`, submitted as in the example."""
 
     def __init__(self, slurm, name: str, *, durable: bool = True) -> None:
         folder = slurm.directory / name
@@ -57,7 +57,7 @@ class SlurmTraining(TrainingRun):
         return path.read_text(errors="replace") if path.exists() else ""
 
     def wait_step(self, step: int, size: int = 3, *, starts: int = 1) -> None:
-        """Wait until ``size`` ranks have done a step, in the so manieth start of the job."""
+        """Wait until ``size`` ranks have done a step and the job has started ``starts`` times."""
 
         def there() -> bool:
             worlds = [one["first"] for one in self.log_lines("world")]
@@ -67,12 +67,12 @@ class SlurmTraining(TrainingRun):
         self.slurm.wait_until(f"{size} ranks do step {step}", there)
 
     def wait_stop_announced(self, signal: str) -> None:
-        """Wait until the ranks know that there is an end."""
+        """Wait until the launcher has received the signal and ordered the ranks to stop."""
         self.slurm.wait_until(f"{signal} is heard", lambda: f"{signal}: the ranks seal and end" in self.node_output)
         self.slurm.wait_until("the ranks are to stop", lambda: " at a common step within " in self.node_output)
 
     def assert_same_bits(self, undisturbed) -> None:
-        """Whoever did a step, and however often: to what it came."""
+        """Check that every execution of a step has the undisturbed run's result."""
         lines = self.log_lines("step")
         assert {one["step"] for one in lines} == {*range(TOTAL)}
         for one in lines:
@@ -131,7 +131,7 @@ def test_launch_that_would_wait_forever_is_refused(slurm, command, words):
 
 
 def test_array_tasks_on_the_same_machines_stay_separate(slurm):
-    """Nor do steps on some of a job's machines."""
+    """Job steps on a subset of the job's machines stay separate, too."""
     rank, folder = ROOT / "tests/e2e/control/rank.py", slurm.directory / "array"
     folder.mkdir()
     script = slurm.directory / "array.sbatch"
@@ -184,7 +184,7 @@ def test_preempted_job_is_requeued_and_resumes_at_its_sealed_step(slurm, trainin
 
 
 def test_requeued_job_seals_within_kill_wait(slurm, training, reference_steps):
-    """As a preemption with PreemptMode=REQUEUE does: SIGTERM, KillWait, and back into the queue."""
+    """Requeue as a preemption with PreemptMode=REQUEUE does: SIGTERM, KillWait, then the queue."""
     job = training("preempted")
     job.allow_steps(5)
     job.submit()

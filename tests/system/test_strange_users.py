@@ -1,4 +1,4 @@
-"""Another user of the machine was first: made the directory and runs an agent in it that lets everybody in."""
+"""Another user's directory and open agent at the path of a victim's own agent."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ ATTACKER, VICTIM = 20001, 20002
 
 @contextlib.contextmanager
 def process_of(user, work):
-    """A child that is ``user`` from its first step on; what ``work`` raises is its status 1."""
+    """Fork a child that runs ``work`` as ``user``; it exits with status 1 if ``work`` raises."""
     child = os.fork()
     if not child:
         status = 1
@@ -63,7 +63,7 @@ def status_of(user, work):
 
 @pytest.fixture
 def planted_directory():
-    """Where a victim's agent would be, and the attacker's is."""
+    """Yield the path of a victim's agent, where the attacker's agent runs."""
     place = AgentPaths(Path("/dev/shm") / (process_prefix("tieredckpt") + uuid.uuid4().hex[:8]))
 
     def accept_any_peer(connection):
@@ -92,7 +92,7 @@ def planted_directory():
 
 
 def test_planted_directory_works_for_its_owner(planted_directory):
-    """The attacker himself can use it, so that it is refused for whose it is and not for being broken."""
+    """The attacker can use it, so others refuse it because of its owner, not because it is broken."""
 
     def use():
         with contextlib.closing(

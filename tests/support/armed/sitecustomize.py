@@ -1,4 +1,4 @@
-"""An interpreter imports this as it starts, where a test has put its folder on the path."""
+"""Arm crash points when an interpreter starts with this folder on its path."""
 
 from tests.support import crashes
 

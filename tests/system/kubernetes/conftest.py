@@ -18,7 +18,7 @@ _OURS = ROOT / "integration" / "kubernetes" / "manifests"
 
 @pytest.fixture(scope="session")
 def bare_kube(tmp_path_factory: pytest.TempPathFactory) -> Iterator[KubeClient]:
-    """A control plane with nothing in it."""
+    """Start a control plane without any of our resources."""
     if reason := missing_reason():
         pytest.skip(reason)
     with control_plane(tmp_path_factory.mktemp("kube")) as kube:
@@ -28,7 +28,7 @@ def bare_kube(tmp_path_factory: pytest.TempPathFactory) -> Iterator[KubeClient]:
 
 @pytest.fixture(scope="session")
 def kube(bare_kube: KubeClient) -> KubeClient:
-    """With the resource's definition, and the rights of the controller; no Deployment, tests start it themselves."""
+    """Install the CRD and the controller's rights; tests start the controller themselves."""
     for name in ("namespace.yaml", "crd.yaml", "rbac.yaml"):
         for document in yaml.safe_load_all((_OURS / name).read_text()):
             if document["kind"] == "ServiceAccount":
@@ -40,7 +40,7 @@ def kube(bare_kube: KubeClient) -> KubeClient:
 
 @pytest.fixture
 def controller_kubeconfig(kube: KubeClient, tmp_path: Path) -> Path:
-    """As the controller's own service account: what its rights do not allow fails here, too."""
+    """Write a kubeconfig of the controller's service account, so that missing rights fail here, too."""
     account = kube.as_service_account("tieredckpt-system", "hyperpod-controller")
     try:
         return account.kubeconfig(tmp_path / "kubeconfig")
@@ -68,7 +68,7 @@ def kubelet(kube: KubeClient, nodes: list[str], tmp_path: Path) -> Iterator[Proc
 def controller(
     request: pytest.FixtureRequest, controller_kubeconfig: Path, tmp_path: Path
 ) -> Iterator[ControllerProcess]:
-    first = 20000 + os.getpid() % 250 * 40  # below those that connections to anywhere take for themselves
+    first = 20000 + os.getpid() % 250 * 40  # below the ephemeral port range
     ports = f"--master-ports={first}-{first + 39}"
     silent = getattr(request, "param", PATIENT)
     with ControllerProcess(tmp_path, controller_kubeconfig, ports, silent).running() as controller:

@@ -1,4 +1,4 @@
-"""The node agent's manifests as they are applied, the pods of the examples, and the rights to label nodes."""
+"""Validation of the node agent's manifests and example pods, and the rights to label nodes."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_agent_manifests_pass_server_validation(kube: KubeClient, folder: str) -
 
 
 def test_pods_of_other_job_kinds_pass_server_validation(kube: KubeClient) -> None:
-    """Their own definitions are not here; what they make is a pod, which is."""
+    """Validate only the pods that they create: this API server lacks the CRDs of those kinds."""
     (jobset,) = yaml.safe_load_all((FOLDER / "examples" / "jobset.yaml").read_text())
     (pytorch,) = yaml.safe_load_all((FOLDER / "examples" / "pytorchjob.yaml").read_text())
     for template in (

@@ -1,4 +1,4 @@
-"""A hundred jobs in one controller, on a real API server that writes down every request."""
+"""A hundred jobs under one controller, on a real API server that logs every request."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ _POLICY = {
 
 
 class Requests:
-    """What the controller has asked for, as the API server wrote it down."""
+    """The controller's requests in the API server's audit log."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
 
     def all(self) -> list[tuple[str, str, str]]:
-        """Verb, resource and when; a watch counts where it begins."""
+        """Return verb, resource and time of each request; a watch counts when it begins."""
         found = []
         for line in self._path.read_text().splitlines():
             one = json.loads(line)
@@ -98,7 +98,7 @@ def test_hundred_jobs_send_few_requests_at_rest_and_after_pod_losses(
 
         begun_s = _until(run(0))
         began, cpu_s, calls = len(requests.all()), _cpu_s(controller), agents.calls
-        time.sleep(_REST_S)  # what is measured is that nothing happens
+        time.sleep(_REST_S)  # measure an idle period
         resting = requests.all()[began:]
         cores = (_cpu_s(controller) - cpu_s) / _REST_S
         calls = agents.calls - calls
@@ -124,8 +124,8 @@ def test_hundred_jobs_send_few_requests_at_rest_and_after_pod_losses(
             "load": os.getloadavg(),
         }
         print(json.dumps(figures, indent=1))
-        assert not [one for one in resting if one[0] != "watch"], "nothing is asked for while nothing changes"
-        assert len(resting) <= 3 * 2, "watches are taken up a few times an hour"
+        assert not [one for one in resting if one[0] != "watch"], "an idle controller sends only watches"
+        assert len(resting) <= 3 * 2, "watches are renewed a few times an hour"
         assert sum(asked.values()) <= 20 * COUNT
         for name in names:
             kube.delete(f"{JOBS}/{name}")

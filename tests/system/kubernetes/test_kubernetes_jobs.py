@@ -1,4 +1,4 @@
-"""Whole jobs on a real API server: the controller drives real agents, is killed, and the job does not notice."""
+"""Whole jobs on a real API server: real agents, and a controller whose restarts no job notices."""
 
 from __future__ import annotations
 
@@ -37,21 +37,21 @@ def test_job_completes_despite_faults_resizes_and_controller_restarts(job: Runni
     job.wait_world(2, restarts=1)
     assert {pod["metadata"]["uid"] for pod in job.pods()} == pods
 
-    # The controller is killed while nothing happens: neither ranks nor agents notice.
+    # The idle controller is killed: neither ranks nor agents notice.
     before = job.rank_notes("begins")
     job.controller.restart()
     step = job.step()
     job.wait_until(lambda: job.step() > step + 40, "training goes on")
     assert job.rank_notes("begins") == before
 
-    # A worker dies while there is no controller; the next one makes it good.
+    # A worker dies while no controller runs; the next controller restarts the job.
     job.controller.kill()
     job.touch("crash-0")
     job.wait_until(lambda: not (job.folder / "crash-0").exists(), "rank 0 dies")
     job.controller.start()
     job.wait_world(2, restarts=2)
 
-    # One node more, through the scale subresource; killed as soon as the new pod is there.
+    # The scale subresource adds a node; the controller is killed as soon as the new pod exists.
     job.scale(3)
     job.wait_until(lambda: len(job.pods()) == 3, "a third pod")
     job.controller.restart()
@@ -60,7 +60,7 @@ def test_job_completes_despite_faults_resizes_and_controller_restarts(job: Runni
     assert len(stops) == 2, "both ranks were asked to stop and did so themselves"
     assert len({note["step"] for note in stops}) == 1
 
-    # A node is said to be unhealthy; killed while its pod is replaced.
+    # A node is labeled unhealthy; the controller is killed while it replaces the node's pod.
     bad = job.node_of_rank(1)
     kube.patch(f"/api/v1/nodes/{bad}", {"metadata": {"labels": {HEALTH: "UnschedulablePendingReplacement"}}})
     job.wait_until(lambda: job.restarts() == 3, "the fault is noticed")
@@ -69,21 +69,21 @@ def test_job_completes_despite_faults_resizes_and_controller_restarts(job: Runni
     assert bad not in job.nodes()
     assert job.status()["latestFaultyPodInstanceList"]["faultyInstanceIdList"] == [bad]
 
-    # Smaller again, and to the end.
+    # The job shrinks and finishes.
     job.scale(1)
     job.wait_world(1, restarts=3)
-    job.wait_until(lambda: len(job.pods()) == 1, "pods that nobody wants go")
+    job.wait_until(lambda: len(job.pods()) == 1, "surplus pods are deleted")
     job.touch("finish")
     job.wait_until(lambda: job.has_condition("Succeeded"), "the job is done")
     job.wait_until(lambda: not job.pods(), "cleanPodPolicy: All")
     assert job.status()["completionTime"]
     begins = [world[0]["step"] for world in job.worlds()]
-    assert begins == sorted(begins), "every world went on where the one before had stopped"
+    assert begins == sorted(begins), "every world resumed at its predecessor's last step"
 
 
 @pytest.mark.parametrize("controller", [QUICK], indirect=True)
 def test_job_shrinks_after_a_machine_loss_and_grows_later(job: RunningJob, kube: KubeClient, nodes: list[str]) -> None:
-    """Nobody answers for its pod, and nobody ends it. The job becomes smaller, and larger again."""
+    """No kubelet answers for or ends the lost machine's pod."""
     job.create(elasticPolicy={**ELASTIC, "maxReplicas": 2, "faultyScaleDownTimeoutInSeconds": 3})
     job.wait_world(2, restarts=0)
     lost = job.node_of_rank(1)
@@ -115,12 +115,12 @@ def test_suspended_job_has_no_pods_and_resumes_at_its_step(job: RunningJob, kube
     assert job.worlds()[-1][0]["step"] >= step
     job.touch("finish")
     job.wait_until(lambda: kube.find(job.path) is None, "ttlSecondsAfterFinished")
-    job.create()  # for the fixture, and proof that a new job of that name owes nothing to the old one
+    job.create()  # the fixture deletes it; a new job may reuse a deleted job's name
     job.wait_until(job.pods, "pods of its own")
 
 
 def test_in_process_ranks_recover_without_new_pods_or_processes(job: RunningJob, kube: KubeClient) -> None:
-    """In-process agents: after a fault of a rank neither a pod nor a process is another one."""
+    """Check pod UIDs and pids after faults of ranks with in-process agents."""
     job.script, job.options = Path(kube_recoverable.__file__), ("--inprocess-restart", "--inprocess-timeout=120")
     job.create()
     job.wait_world(2, restarts=0)
@@ -137,7 +137,7 @@ def test_in_process_ranks_recover_without_new_pods_or_processes(job: RunningJob,
     assert "ZeroDivisionError" in state.last_fault.message
     assert "1" in job.status()["latestFaultyPodInstanceList"]["faultyRankList"]
 
-    # And where there is no controller for a while: the next one hears of it.
+    # A rank fails while no controller runs; the next controller restarts the job.
     job.controller.kill()
     job.touch("raise-0")
     job.wait_until(lambda: not (job.folder / "raise-0").exists(), "rank 0 fails")
@@ -156,7 +156,7 @@ def _who(world: list[dict[str, Any]]) -> list[tuple[int, str, int]]:
 
 
 def _lives(job: RunningJob) -> set[tuple[str, int]]:
-    """Pods, and the processes of their agents."""
+    """Return the pods' UIDs and their agents' pids."""
     found = set()
     for pod in job.pods():
         process = job.kubelet.container(pod["metadata"]["name"]).process

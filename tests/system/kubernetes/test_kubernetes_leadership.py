@@ -1,4 +1,4 @@
-"""Who leads a job, in a Lease on a real API server, under an account that has the rights of the manifest alone."""
+"""Leadership through a Lease on a real API server, with only the manifest's rights."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def config(account: KubeClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def _use(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """For this process, whose client has read the variable when it was imported."""
+    """Set the kubeconfig of this process, whose client read the variable at import."""
     monkeypatch.setattr(kube_config, "KUBE_CONFIG_DEFAULT_LOCATION", str(path))
     monkeypatch.setenv("no_proxy", "*")
 
@@ -137,7 +137,7 @@ def test_job_result_is_unchanged_by_the_loss_of_the_leaders_machine(lease: str, 
         record = place(lease).read()
         leader = record.holder.rpartition("-")[0]
         lost = _lose(job, runs.pop(leader), leader)
-        wait_until(lambda: place(lease).read().term > record.term, "another one leads", 120)
+        wait_until(lambda: place(lease).read().term > record.term, "another machine leads", 120)
         for run in runs.values():
             assert run.wait(200) == 0, job.failure_report()
         after = place(lease).read()
@@ -153,7 +153,7 @@ def test_job_result_is_unchanged_by_the_loss_of_the_leaders_machine(lease: str, 
 
 
 def _machine(job: GoldenRun, lease: str, config: Path, name: str):
-    """A launcher with an agent of its own, which knows of the others only what is in the Lease."""
+    """Start a launcher with its own agent; it finds the other machines through the Lease alone."""
     secret, policy = job.folder / "secret", job.folder / "policy.yaml"
     if not secret.exists():
         secret.touch(mode=0o600)
@@ -175,7 +175,7 @@ def _machine(job: GoldenRun, lease: str, config: Path, name: str):
 
 
 def _lose(job: GoldenRun, run, name: str) -> set[int]:
-    """End a machine at once: launcher, supervisor, coordinator, ranks, agent and its memory. Return the pids."""
+    """Kill all processes of a machine at once, including its agent, and return their pids."""
     gone = {
         run.pid,
         *job.pids(f'"node":"{name}"'),
@@ -193,7 +193,7 @@ def _lose(job: GoldenRun, run, name: str) -> set[int]:
 
 
 def _node_of(pid: int) -> str:
-    """The node that a rank was started on."""
+    """Return the node of a rank, or an empty string if the process is gone."""
     try:
         environ = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
     except OSError:

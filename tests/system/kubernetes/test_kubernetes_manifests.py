@@ -1,4 +1,4 @@
-"""Every manifest in the repository, as a real API server takes it."""
+"""Validation of every manifest in the repository by a real API server."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.support.kube_server import ApiRefusedError, KubeClient
 pytestmark = pytest.mark.system
 
 _FOREIGN = ("jobset.x-k8s.io/", "kubeflow.org/", "kueue.x-k8s.io/")
-"""Other projects' kinds, whose definitions are theirs."""
+"""API groups of other projects, whose CRDs are not installed."""
 _TOOLS = ("kustomize.config.k8s.io/",)
 
 
@@ -32,10 +32,10 @@ OURS = [(name, one) for name, one in ALL if not one["apiVersion"].startswith(_FO
 
 @pytest.mark.parametrize("document", [one for _, one in OURS], ids=[name for name, _ in OURS])
 def test_manifest_passes_server_validation(kube: KubeClient, document: dict[str, Any]) -> None:
-    """A dry run in a namespace that exists: admission and validation are those of the real thing."""
+    """Use a dry run in an existing namespace, which includes real admission and validation."""
     _in_our_namespace(document)
     kept = kube.apply(document, dry_run=True)
-    assert _lost(document, kept) == [], "fields that the server does not know are dropped without a word"
+    assert _lost(document, kept) == [], "the server silently drops unknown fields"
 
 
 def test_checked_manifests_include_those_of_the_controller() -> None:

@@ -1,4 +1,4 @@
-"""The API server out of reach of the controller for a while, and what the controller says meanwhile."""
+"""A temporary API server outage for the controller: its probe, its log and its recovery."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PATIENCE_S = 240.0
 
 
 def _create(kube: KubeClient, name: str) -> None:
-    """Nobody runs its pods: there is no node that they could be on."""
+    """Create a job whose pods stay pending, since their selector matches no node."""
     job = job_object(name)
     job["metadata"] = {"name": name, "namespace": "default"}
     job["spec"]["replicaSpecs"][0]["template"] = {
@@ -71,14 +71,14 @@ def test_controller_catches_up_after_an_api_outage(kube: KubeClient, tmp_path: P
             kube.delete(f"{JOBS}/going")
             victim = _pods(kube, "before")[0]["metadata"]
             kube.delete(f"{PODS}/{victim['name']}", grace_s=0)
-            assert line.refused.wait(PATIENCE_S), "it tries again"
+            assert line.refused.wait(PATIENCE_S), "the controller retries"
             assert controller.exit_status() is None, controller.log()
             assert len(_pods(kube, "before")) == 1
 
             line.reconnect()
-            wait_until(lambda: len(_pods(kube, "meanwhile")) == 2, "a job it was not told of", PATIENCE_S)
-            wait_until(lambda: len(_pods(kube, "before")) == 2, "a pod it did not see go", PATIENCE_S)
-            wait_until(lambda: not _pods(kube, "going"), "what was deleted stays so", PATIENCE_S)
+            wait_until(lambda: len(_pods(kube, "meanwhile")) == 2, "pods of the new job", PATIENCE_S)
+            wait_until(lambda: len(_pods(kube, "before")) == 2, "a replacement of the deleted pod", PATIENCE_S)
+            wait_until(lambda: not _pods(kube, "going"), "the deleted job has no pods", PATIENCE_S)
             assert victim["uid"] not in {pod["metadata"]["uid"] for pod in _pods(kube, "before")}
             assert _is_well(f"http://{health}/healthz")()
             meta = kube.get(f"{JOBS}/before")["metadata"]

@@ -1,4 +1,4 @@
-"""Jobs in a queue on a real API server: a stand-in gives and takes quota as Kueue does, real agents do the rest."""
+"""Queued jobs on a real API server, with real agents and a stand-in for Kueue."""
 
 from __future__ import annotations
 
@@ -56,20 +56,20 @@ def test_queued_job_waits_runs_resizes_and_releases_its_quota(
     manager: QueueManager, job: RunningJob, controller: ControllerProcess, nodes: list[str]
 ) -> None:
     job.create(labels={**QUEUE, "kueue.x-k8s.io/priority-class": "high"}, elasticPolicy=ELASTIC)
-    job.wait_until(lambda: "insufficient unused quota" in _admitted(job).get("message", ""), "it says why it waits")
+    job.wait_until(lambda: "insufficient unused quota" in _admitted(job).get("message", ""), "a reason for the wait")
     assert not job.pods()
     (first,) = manager.workloads()
     assert first["spec"]["priority"] == 1000
     assert first["metadata"]["ownerReferences"][0]["uid"] == job.kube.get(job.path)["metadata"]["uid"]
 
-    # Admitted: it runs, where its quota is. The controller is killed as soon as there is a pod.
+    # Admitted: it runs on the nodes of its quota. The controller is killed as soon as a pod exists.
     manager.quota = 1
     job.wait_until(job.pods, "a pod")
     controller.restart()
     job.wait_world(1, restarts=0)
     assert _admitted(job)["status"] == "True"
     assert job.nodes() <= set(nodes[1:])
-    job.wait_until(lambda: len(manager.workloads()) == 2, "it asks for more")
+    job.wait_until(lambda: len(manager.workloads()) == 2, "it requests more quota")
 
     # Another step is admitted: it grows.
     manager.quota = 2
@@ -77,10 +77,10 @@ def test_queued_job_waits_runs_resizes_and_releases_its_quota(
     for pod in job.pods():
         assert not [label for label in pod["metadata"]["labels"] if label.startswith("kueue.x-k8s.io/")]
     job.wait_until(
-        lambda: all(has_condition(one, "PodsReady") for one in manager.workloads()), "Kueue hears that they run"
+        lambda: all(has_condition(one, "PodsReady") for one in manager.workloads()), "all workloads are PodsReady"
     )
 
-    # Evicted while there is no controller: the next one shrinks the job, and only then gives the quota back.
+    # Evicted while no controller runs: the next one shrinks the job and only then releases the quota.
     controller.kill()
     manager.quota = 1
     job.wait_until(lambda: has_condition(manager.workloads()[1], "Evicted"), "the second step is evicted")
@@ -89,13 +89,13 @@ def test_queued_job_waits_runs_resizes_and_releases_its_quota(
     stops = [note for note in job.rank_notes("stops") if note["restart"] == job.worlds()[-2][0]["restart"]]
     assert len(stops) == 2, "both ranks were asked to stop and did so themselves"
     assert len({note["step"] for note in stops}) == 1
-    job.wait_until(lambda: not has_condition(manager.workloads()[1], "QuotaReserved"), "its quota is given back")
+    job.wait_until(lambda: not has_condition(manager.workloads()[1], "QuotaReserved"), "its quota is released")
     assert manager.workloads()[1]["status"].get("admission") is None
     assert {pod["metadata"]["labels"]["HPWorkload"] for pod in job.pods()} == {first["metadata"]["name"]}
 
     job.touch("finish")
     job.wait_until(lambda: job.has_condition("Succeeded"), "the job is done")
-    job.wait_until(lambda: all(has_condition(one, "Finished") for one in manager.workloads()), "what it held is free")
+    job.wait_until(lambda: all(has_condition(one, "Finished") for one in manager.workloads()), "workloads are finished")
     assert manager.used_quota() == 0
     assert manager.overdrawn == []
 
@@ -112,7 +112,7 @@ def test_workloads_pass_validation_of_either_kueue_version(kube: KubeClient, ver
     workload["apiVersion"] = f"{group}/{version}"
     made = kube.create(f"/apis/{group}/{version}/namespaces/default/workloads", workload, dry_run=True)
     for key, value in workload["spec"].items():
-        assert made["spec"][key] == value, "nothing of it was dropped or changed"
+        assert made["spec"][key] == value, "the server keeps every field"
 
 
 def test_controller_account_may_write_only_needed_workload_fields(kueue: KubeClient) -> None:

@@ -1,4 +1,4 @@
-"""The resource's definition on a real API server: what it takes, what it refuses, and by which words."""
+"""The job CRD on a real API server: accepted jobs, refused jobs and error messages."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _job(*changes: tuple[str, Any]) -> dict[str, Any]:
 _RULE = {"name": "JobStart", "logPattern": ".*step=.*", "expectedStartCutOffInSeconds": 60, "faultOnMatch": True}
 
 GOOD = {
-    "as small as it can be": [],
+    "minimal": [],
     "all of runPolicy": [
         (
             "spec.runPolicy",
@@ -38,7 +38,7 @@ GOOD = {
             },
         )
     ],
-    "both ways to say sizes, as recipes do": [
+    "both size settings, as in recipes": [
         (
             "spec.elasticPolicy",
             {"minReplicas": 1, "maxReplicas": 2, "replicaIncrementStep": 1, "replicaDiscreteValues": [1, 2]},
@@ -59,18 +59,18 @@ BAD = {
     "a container without a name": ([("spec.replicaSpecs.0.template.spec.containers.0.name", ...)], "name"),
     "a name that no pod can have": ([("spec.replicaSpecs.0.name", "Workers_1")], "name"),
     "the name that the scale subresource has": ([("spec.replicaSpecs.0.name", "total")], "name"),
-    "so many processes": ([("spec.nprocPerNode", "many")], "nprocPerNode"),
+    "a number of processes in words": ([("spec.nprocPerNode", "many")], "nprocPerNode"),
     "no processes": ([("spec.nprocPerNode", "0")], "nprocPerNode"),
-    "a policy nobody knows": ([("spec.runPolicy", {"cleanPodPolicy": "Some"})], "cleanPodPolicy"),
+    "an unknown policy": ([("spec.runPolicy", {"cleanPodPolicy": "Some"})], "cleanPodPolicy"),
     "no deadline at all": ([("spec.runPolicy", {"activeDeadlineSeconds": 0})], "activeDeadlineSeconds"),
     "limits without a period": ([("spec.runPolicy", {"restartPolicy": {"maxFullJobRestarts": 1}})], "evalPeriod"),
     "a rule without a pattern": ([("spec.runPolicy", {"logMonitoringConfiguration": [{"name": "x"}]})], "logPattern"),
-    "an operator nobody knows": (
+    "an unknown operator": (
         [("spec.runPolicy", {"logMonitoringConfiguration": [{**_RULE, "operator": "near"}]})], "operator",
     ),
-    "no nodes at the least": ([("spec.elasticPolicy", {"minReplicas": 0})], "minReplicas"),
-    "steps of nothing": ([("spec.elasticPolicy", {"replicaIncrementStep": 0})], "replicaIncrementStep"),
-    "a size of nothing": ([("spec.elasticPolicy", {"replicaDiscreteValues": [0]})], "replicaDiscreteValues"),
+    "a minimum of zero nodes": ([("spec.elasticPolicy", {"minReplicas": 0})], "minReplicas"),
+    "a step of zero nodes": ([("spec.elasticPolicy", {"replicaIncrementStep": 0})], "replicaIncrementStep"),
+    "a size of zero nodes": ([("spec.elasticPolicy", {"replicaDiscreteValues": [0]})], "replicaDiscreteValues"),
     "a name too long for its pods": ([("metadata.name", "x" * 41)], "name"),
     "the same spec twice": (
         [("spec.replicaSpecs", [job_object()["spec"]["replicaSpecs"][0]] * 2)], "Duplicate",
@@ -95,14 +95,14 @@ def test_invalid_job_is_refused_by_the_schema(kube: KubeClient, case: str) -> No
 
 def test_schema_keeps_every_field_of_the_aws_client(kube: KubeClient) -> None:
     models = pytest.importorskip("sagemaker.hyperpod.training.config.hyperpod_pytorch_job_unified_config")
-    job = _job(*GOOD["both ways to say sizes, as recipes do"])
+    job = _job(*GOOD["both size settings, as in recipes"])
     job["spec"]["runPolicy"] = {"restartPolicy": {"evalPeriodSeconds": 60}, "suspend": False}
     sent = {
         **job,
         "spec": models._HyperPodPytorchJob.model_validate(job["spec"], by_name=True).model_dump(exclude_none=True),
     }
     made = kube.create(JOBS, sent, dry_run=True)
-    assert made["spec"] == json.loads(json.dumps(sent["spec"])), "nothing of it was pruned or changed"
+    assert made["spec"] == json.loads(json.dumps(sent["spec"])), "the server keeps every field"
 
 
 def test_status_changes_only_through_the_status_subresource(kube: KubeClient) -> None:
@@ -140,4 +140,4 @@ def test_definition_is_a_single_document() -> None:
     manifests = Path(__file__).parents[3] / "integration" / "kubernetes" / "manifests"
     kustomization = yaml.safe_load((manifests / "kustomization.yaml").read_text())
     on_disk = {path.name for path in manifests.glob("*.yaml")} - {"kustomization.yaml"}
-    assert set(kustomization["resources"]) == on_disk, "what is there is also applied"
+    assert set(kustomization["resources"]) == on_disk, "the kustomization lists every manifest"

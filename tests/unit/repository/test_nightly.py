@@ -42,7 +42,7 @@ def test_task_result_is_judged_by_its_output():
     failed = judged(task, 1, "words\n==== 1 failed, 2 passed in 1s ====", 1)
     assert (failed.outcome, failed.figures) == (Outcome.FAILED, ("1 failed, 2 passed in 1s",))
     assert failed.tail.startswith("words\n")
-    assert judged(task, None, "words", 5).tail == "words\nended after 5 s"
+    assert judged(task, None, "words", 5).tail == "words\nkilled after 5 s"
     assert judged(task, 1, "no interpreter for 3.14", 1).outcome is Outcome.UNAVAILABLE
     assert judged(TASKS[0], 1, "no interpreter for 3.14", 1).outcome is Outcome.FAILED
 
