@@ -87,9 +87,7 @@ class FaultContract:
         assert sum(told) == len(upload_case.data)
 
     @common_faults(PASSING_FOR_PARTS)
-    def test_a_small_upload_is_sent_again(
-        self, upload_case: UploadCase, short_timeout_store: RetryingStore, fault: object
-    ):
+    def test_small_upload_is_retried(self, upload_case: UploadCase, short_timeout_store: RetryingStore, fault: object):
         upload_case.proxy.add_rule("PUT", upload_case.name).fail(fault)
         short_timeout_store.upload(upload_case.name, upload_case.source, 3 * MIB, journal=upload_case.journal)
         assert upload_case.stored_bytes() == upload_case.data[: 3 * MIB]
@@ -122,7 +120,9 @@ class FaultContract:
         assert upload_case.stored_bytes() == upload_case.data
         assert short_timeout_store.abort_stale_uploads("", older_than_s=0) == 1
 
-    def test_every_part_fails_once(self, upload_case: UploadCase, short_timeout_store: RetryingStore):
+    def test_upload_completes_if_each_part_fails_once(
+        self, upload_case: UploadCase, short_timeout_store: RetryingStore
+    ):
         faults = (ReplyWithStatus(500), Hang(), ResetRequest(MIB), ReplyWithStatus(503, "SlowDown"), DropResponse())
         for number, fault in zip(ALL, faults, strict=True):
             part_rule(upload_case.proxy, number).fail(fault)
@@ -131,7 +131,7 @@ class FaultContract:
         assert upload_case.proxy.parts_sent() == sorted([*ALL, *ALL])
 
     @common_faults({**PASSING, "answer lost": DropResponse()})
-    def test_a_put_is_repeated(self, upload_case: UploadCase, short_timeout_store: RetryingStore, fault: object):
+    def test_put_is_retried(self, upload_case: UploadCase, short_timeout_store: RetryingStore, fault: object):
         upload_case.proxy.add_rule("PUT", "small").fail(fault)
         short_timeout_store.put("small", DATA)
         assert short_timeout_store.get("small") == DATA
@@ -145,7 +145,7 @@ class FaultContract:
             "reset in the middle": CutResponse(1000, reset=True),
         }
     )
-    def test_a_read_is_repeated(self, upload_case: UploadCase, short_timeout_store: RetryingStore, fault: object):
+    def test_read_is_retried(self, upload_case: UploadCase, short_timeout_store: RetryingStore, fault: object):
         short_timeout_store.put("small", DATA)
         upload_case.proxy.add_rule("GET", "small").fail(fault)
         assert short_timeout_store.get("small") == DATA
@@ -154,7 +154,7 @@ class FaultContract:
         assert bytes(got) == DATA[5:200_005]
 
     @common_faults(PASSING)
-    def test_list_and_delete_are_repeated(
+    def test_list_and_delete_are_retried(
         self, upload_case: UploadCase, short_timeout_store: RetryingStore, fault: object
     ):
         short_timeout_store.put("a/1", b"1")
@@ -286,7 +286,7 @@ class FaultContract:
             with pytest.raises(DurableRefusedError, match="no-such-bucket"):
                 call()
 
-    def test_wrong_credentials(
+    def test_wrong_credentials_are_refused(
         self, upload_case: UploadCase, open_upload_store: Callable[..., RetryingStore], monkeypatch: pytest.MonkeyPatch
     ):
         if not upload_case.server.checks_credentials:
