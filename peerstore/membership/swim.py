@@ -39,7 +39,7 @@ FencingToken = tuple[NonNegativeInt, str]
 class MemberState(str, Enum):
     ALIVE = "alive"
     SUSPECT = "suspect"
-    """It did not answer. Until dead, it counts as a holder of replicas, but not for a quorum."""
+    """A node that did not answer; until dead, it counts as a holder of replicas, but not for a quorum."""
     DEAD = "dead"
 
 

@@ -69,7 +69,7 @@ def test_route_to_a_peer_is_found_without_traffic():
 
 
 def test_unknown_host_name_is_unreachable():
-    with pytest.raises(PeerUnreachableError, match=r"'nowhere\.invalid' is"):
+    with pytest.raises(PeerUnreachableError, match=r"cannot resolve 'nowhere\.invalid'"):
         resolve_host("nowhere.invalid", 1, within_s=PATIENCE_S)
 
 

@@ -191,7 +191,7 @@ def test_killed_node_closes_its_channels_and_listeners(network, line, clock):
 
 def test_address_has_a_single_listener(network, line):
     listener = line.there.listen("n2:0", lambda channel: None)
-    with pytest.raises(OSError, match="listens"):
+    with pytest.raises(OSError, match="is in use already"):
         network.transport("n3").listen(listener.address, lambda channel: None)
     listener.close()
 

@@ -378,7 +378,7 @@ def test_standby_nodes_have_no_vote(me, roster, standby, sees, quorum):
     [
         ([N1, N2], [N2.id, N2.id], "once"),
         ([N1, N2], [N3.id], "'n3' is not in the roster"),
-        ([N1, N2], [N1.id, N2.id], "nobody who may decide"),
+        ([N1, N2], [N1.id, N2.id], "at least one node that is not a standby node"),
     ],
 )
 def test_impossible_standby_nodes_are_refused(nodes, standby, problem):
