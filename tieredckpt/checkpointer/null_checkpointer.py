@@ -17,6 +17,7 @@ from tieredckpt.tensors.state_dict import StateDict
 class NullCheckpointer:
     """Checkpointer that saves and restores nothing, for code that runs without checkpoints."""
 
+    job = ""
     last_restore: RestoreReport | None = None
 
     def save(

@@ -62,7 +62,7 @@ def test_every_pass_of_a_rank():
     [
         ((), "--global-batch and --world are needed"),
         (("--global-batch", 8), "--global-batch and --world are needed"),
-        (("--global-batch", 8, "--world", "8,x"), "8,x is no list of numbers"),
+        (("--global-batch", 8, "--world", "8,x"), "8,x is not a list of numbers"),
         (("--global-batch", 8, "--world", 9), "world_size is 9, but global_batch has 8 samples"),
         (("--global-batch", 8, "--world", 2, "--rank", 2), "there is no rank 2"),
     ],
