@@ -191,16 +191,18 @@ class TmpfsArena:
             return None
         except OSError as error:
             if error.errno in _NO_FILE:
-                raise ShardDamagedError(f"{path} is not a note: {error}") from error
-            raise UnavailableError(f"note {path} cannot be opened: {error}") from error
+                raise ShardDamagedError(f"{path} is not a metadata file: {error}") from error
+            raise UnavailableError(f"metadata file {path} cannot be opened: {error}") from error
         try:
             found = os.fstat(fd)
             if not stat.S_ISREG(found.st_mode) or found.st_size > _NOTE_BYTES:
-                raise ShardDamagedError(f"{path} is not a note: {found.st_size} bytes, at most {_NOTE_BYTES} are kept")
+                raise ShardDamagedError(
+                    f"{path} is not a regular file of at most {_NOTE_BYTES} bytes: it has {found.st_size} bytes"
+                )
             with os.fdopen(fd, "rb", closefd=False) as file:
                 return _unframed(file.read(_NOTE_BYTES), str(path))
         except OSError as error:
-            raise UnavailableError(f"note {path} cannot be read: {error}") from error
+            raise UnavailableError(f"metadata file {path} cannot be read: {error}") from error
         finally:
             os.close(fd)
 
@@ -390,7 +392,7 @@ def _split(name: str) -> list[str]:
 
 def _validate_name(name: str) -> str:
     if not _NAME.fullmatch(name):
-        raise ValueError(f"{name!r} is not a name for a slot or a note")
+        raise ValueError(f"{name!r} is not a valid name of a slot or a metadata file")
     return name
 
 
@@ -401,9 +403,9 @@ def _framed(data: bytes) -> bytes:
 def _unframed(raw: bytes, name: str) -> bytes:
     data = raw[12:]
     if len(raw) >= 12 and raw[:3] == _NOTE_MAGIC[:3] and raw[:4] != _NOTE_MAGIC:
-        raise UnsupportedFormatError(f"note {name} is framed as {raw[:4]!r}, this version writes {_NOTE_MAGIC!r}")
+        raise UnsupportedFormatError(f"metadata {name} begins with {raw[:4]!r}, this version writes {_NOTE_MAGIC!r}")
     if raw[:4] != _NOTE_MAGIC or raw[4:12] != xxhash.xxh3_64_digest(data):
-        raise ShardDamagedError(f"note {name} is damaged ({len(raw)} bytes)")
+        raise ShardDamagedError(f"metadata {name} is damaged ({len(raw)} bytes)")
     return data
 
 
@@ -436,7 +438,7 @@ class FileMapping:
         """Map the first ``size_bytes`` of an open file; the caller may close the descriptor afterwards."""
         have = os.fstat(fd).st_size
         if have < size_bytes:
-            raise ValueError(f"a file of {have} bytes is to be mapped, {size_bytes} were expected")
+            raise ValueError(f"cannot map {size_bytes} bytes: the file has {have} bytes")
         flags = mmap.MAP_SHARED if writable else mmap.MAP_PRIVATE | _MAP_NORESERVE
         self._map = mmap.mmap(fd, size_bytes, flags, mmap.PROT_READ | mmap.PROT_WRITE) if size_bytes else None
         self.size_bytes = size_bytes

@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 
 _WAIT_S = 600.0
 _READER_WAIT_S = 30.0
-"""Seconds for which readers wait for shards that cannot be read.
+"""Seconds that readers wait for shards that cannot be read.
 
 Many processes that restart at once can use up all file descriptors for a moment.
 """
@@ -102,13 +102,11 @@ class CrashRecovery:
         record = note.record
         validate_stored_record(record)
         if size < record.size_bytes:
-            self._record_lost(record, f"{size} bytes of {record.size_bytes} are left")
+            self._record_lost(record, f"its file has only {size} of {record.size_bytes} bytes")
             return
         self._table.drop_metadata(LEASE_METADATA, name)
         self._table.adopt_shard(name, secrets.randbits(62), size, note)
-        if (
-            not note.holders and not record.key.kind
-        ):  # another node's shard does not tell the epoch of this node's writers
+        if not note.holders and not record.key.kind:  # a replica does not show the epoch of this node's writers
             self._jobs.incarnations.observe_epoch(record.key)
         failpoint("agent.recovering")
 
@@ -117,9 +115,9 @@ class CrashRecovery:
         try:
             note = self._table.metadata.get(SEAL_METADATA, name, SealMetadata) if kind == SEAL_METADATA else None
             if note is not None and all(note.record.key != record.key for record, _ in self.lost):
-                self._record_lost(note.record, "its slot is gone")
+                self._record_lost(note.record, "its file is missing")
         except ShardDamagedError as error:
-            log.warning("a note without its slot: %s", error)
+            log.warning("removing damaged metadata %s%s, whose slot is missing: %s", kind, name, error)
         except (UnsupportedFormatError, UnavailableError) as error:
             self._mark_unrecognized(name, error)
             return

@@ -102,7 +102,7 @@ class Incarnations:
         """Start an incarnation with processes of this node, and record the version that it resumed from."""
         known = self._jobs.get_or_create(job)
         if job in self.managed:
-            raise RequestError(f"job {job} is this agent's own: call yours something else")
+            raise RequestError(f"job {job} belongs to this agent: choose another job name")
         group = known.unannounced_resume or (
             known.resume_point.version_id if known.resume_point is not None and known.resume_point.sequence else None
         )

@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 _MAX_EXPIRED_JOBS = 1000
 _MIN_UNUSED_S = 3600.0
-"""Seconds after its last process ended in which a job is not dropped for another job's sake.
+"""Seconds after its last process ended before a job may be dropped to make room for another one.
 
 An interrupted job has this time to start again.
 """

@@ -182,8 +182,8 @@ class JobTable:
             news = self.get_or_create(job).apply_retention(said, lambda: self.committed([job])[job])
         except TooManyRetainedError as error:
             raise RequestError(
-                f"job {job} keeps {MAX_RETAINED_VERSIONS} steps in memory already, which is the most: "
-                f"{', '.join(map(str, error.versions[:8]))}... Let some of them go (tieredckpt unpin)"
+                f"job {job} already has {MAX_RETAINED_VERSIONS} pinned steps, which is the limit: "
+                f"{', '.join(map(str, error.versions[:8]))}... Unpin some of them (tieredckpt unpin)"
             ) from None
         if news:
             self._save_and_notify(job)

@@ -215,7 +215,9 @@ class LeaseManager:
             if not isinstance(decide(remaining), SlotsBusy | BudgetExceeded):
                 for unused in candidates:
                     hours = self._jobs.clients.unused_s(unused) / 3600
-                    self._expire(unused, f"nobody had used it for {hours:.1f} hours, and job {key.job} needed the room")
+                    self._expire(
+                        unused, f"no process had used it for {hours:.1f} hours, and job {key.job} needed the memory"
+                    )
                 self.expired_jobs += candidates
                 return True
         return False
@@ -271,7 +273,7 @@ class LeaseManager:
             self._copy(slot, larger)
             with self._table.exclusive():
                 if slot.lease is not growth.lease:
-                    raise LeaseLostError(f"the lease of {growth.lease.key} was taken back while its slot grew")
+                    raise LeaseLostError(f"the lease of {growth.lease.key} was revoked while its slot grew")
                 return self._move(growth, larger)
         finally:
             with self._table.exclusive():
@@ -283,7 +285,7 @@ class LeaseManager:
             with closing_fd(arena.open(slot.name)) as old, closing_fd(arena.open(larger.name, writable=True)) as new:
                 copy_file_data(old, new)
         except OSError as error:
-            raise ArenaFullError(f"{larger.name} could not take over what {slot.name} holds: {error}") from error
+            raise ArenaFullError(f"cannot copy {slot.name} to the larger slot {larger.name}: {error}") from error
         self._table.set_prefaulted(larger, slot.prefaulted_bytes)
 
     def _move(self, growth: _Growth, larger: ArenaSlot) -> Lease:
@@ -357,7 +359,7 @@ class LeaseManager:
             slot, lease, owner = self._writable(lease_id)
             validate_shard_key(key, lease.size_bytes, lease.parts)
             if (key.job, key.part) != (lease.key.job, lease.key.part):
-                raise RequestError(f"{lease.key} cannot become {key}: another writer")
+                raise RequestError(f"cannot relabel the lease of {lease.key} to {key}: the job or the part differs")
             if key != lease.key and self._table.slot_for_key(key) is not None:
                 raise RequestError(f"{key} exists already")
             relabeled = msgspec.structs.replace(lease, key=key)
@@ -379,12 +381,12 @@ class LeaseManager:
         """Revoke the leases of writers that have been disconnected for more than ``grace_s`` seconds."""
         for slot in self._table.in_state(SlotState.LEASED):
             if slot.owner is not None and self._jobs.clients.disconnected_s(slot.owner) > grace_s:
-                self._table.revoke_lease(slot, "its writer went away")
+                self._table.revoke_lease(slot, "its writer is disconnected")
         for slot in self._table.in_state(SlotState.REVOKED):  # its file could not be removed when the lease was revoked
             try:
                 self._table.drop(slot)
             except OSError as error:
-                log.warning("%s, whose lease was revoked, cannot be removed: %s", slot.name, error)
+                log.warning("cannot remove %s, whose lease was revoked: %s", slot.name, error)
 
     def restore(self, name: str, size_bytes: int, lease: Lease, owner: ProcessIdentity) -> None:
         """Adopt a slot that a killed agent had leased to a writer that may still run."""
@@ -397,7 +399,7 @@ class LeaseManager:
         self._jobs.clients.disconnected_since.setdefault(owner, self._table.clock())
         self._jobs.incarnations.observe_epoch(lease.key)
         if lease.size_bytes > slot.size_bytes:
-            self._table.record_damage(lease.key.job, str(lease.key), f"its slot has only {slot.size_bytes} bytes left")
+            self._table.record_damage(lease.key.job, str(lease.key), f"its slot has only {slot.size_bytes} bytes")
             self._table.metadata.remove(LEASE_METADATA, slot.name)
             self._table.drop(slot)
 
@@ -415,7 +417,7 @@ def validate_shard_key(key: ShardKey, size_bytes: int, parts: int) -> None:
     if key.part >= parts:
         raise RequestError(f"{key}: part {key.part} of {parts}; parts are counted from 0")
     if size_bytes < 0:
-        raise RequestError(f"{key}: {size_bytes} bytes")
+        raise RequestError(f"{key}: the size of {size_bytes} bytes is negative")
 
 
 class SlotPrefaulter:
@@ -473,7 +475,7 @@ class SlotPrefaulter:
                 with closing_fd(table.arena.open(slot.name, writable=True)) as fd:
                     reached = prefault_file(fd, size, lambda: table.closed, start=warm)
             except (ArenaFullError, OSError, ValueError) as error:
-                log.warning("populating %s stopped: %s", slot.name, error)
+                log.warning("prefaulting %s stopped: %s", slot.name, error)
                 continue
             with table.exclusive():
                 table.set_prefaulted(slot, reached)

@@ -337,7 +337,7 @@ class NodeStore:
     def put_blob(self, job: str, name: str, data: bytes) -> None:
         """Store a small value of the job, such as a layout; replace an earlier value."""
         if len(data) > MAX_BLOB_BYTES:
-            raise RequestError(f"blob {name} has {len(data)} bytes, at most {MAX_BLOB_BYTES} are kept")
+            raise RequestError(f"blob {name} has {len(data)} bytes, the limit is {MAX_BLOB_BYTES}")
         self.table.blobs.put(job, name, data)
 
     def get_blob(self, job: str, name: str) -> bytes:
@@ -375,9 +375,7 @@ class NodeStore:
             expired, self._leasing.expired_jobs = self._leasing.expired_jobs, []
             for job in self.jobs.clients.expired():
                 hours = f"{self.jobs.clients.unused_s(job) / 3600:.1f} hours"
-                self.removal.expire_job(
-                    job, f"no process had used it for {hours} (agent.job_ttl_s says how long it may)"
-                )
+                self.removal.expire_job(job, f"no process had used it for {hours} (the limit is agent.job_ttl_s)")
                 expired.append(job)
             self.jobs.clients.prune_disconnected()
             self.table.arena.removed_in_use()  # closes the files of slots without users
@@ -401,7 +399,7 @@ class NodeStore:
             )
         for record, holders in here:
             self.listeners.notify(
-                f"{record.key} is here",
+                f"{record.key} is stored",
                 lambda one, record=record, holders=holders: (  # type: ignore[misc]
                     one.on_replica_stored(record, holders) if holders else one.on_shard_sealed(record)
                 ),
@@ -430,7 +428,7 @@ class NodeStore:
 
 def _require_shard(key: ShardKey) -> None:
     if key.kind:
-        raise RequestError(f"{key}: writers write shards, parities are made of them by agents")
+        raise RequestError(f"{key} is a parity: writers write shards, and agents compute the parities")
 
 
 def _hash_threads() -> int:
@@ -503,7 +501,7 @@ class StoreListeners(StoreListener):
             except Exception:  # the event has happened, so a listener's failure is only logged
                 with self._lock:
                     self.errors += 1
-                log.exception("%s did not take in that %s", type(listener).__name__, what)
+                log.exception("%s failed to handle an event: %s", type(listener).__name__, what)
 
     def on_shard_sealed(self, record: ShardRecord) -> None:
         if record.key.kind:
@@ -512,10 +510,10 @@ class StoreListeners(StoreListener):
         self.notify(f"{record.key} is sealed", lambda one: one.on_shard_sealed(record))
 
     def on_replica_stored(self, record: ShardRecord, holders: tuple[str, ...]) -> None:
-        self.notify(f"{record.key} is here", lambda one: one.on_replica_stored(record, holders))
+        self.notify(f"{record.key} is stored", lambda one: one.on_replica_stored(record, holders))
 
     def on_parity_changed(self, record: ShardRecord) -> None:
-        self.notify(f"{record.key} came or went", lambda one: one.on_parity_changed(record))
+        self.notify(f"{record.key} was stored or dropped", lambda one: one.on_parity_changed(record))
 
     def on_shard_damaged(self, key: ShardKey, record: ShardRecord, reason: str) -> None:
         if key.kind:
@@ -529,17 +527,17 @@ class StoreListeners(StoreListener):
         self.notify(f"process {owner.pid} left job {job}", lambda one: one.on_client_left(owner, job))
 
     def on_job_expired(self, job: str) -> None:
-        self.notify(f"job {job} is forgotten", lambda one: one.on_job_expired(job))
+        self.notify(f"job {job} expired", lambda one: one.on_job_expired(job))
 
     def on_version_decided(self, job: str, group: VersionId, *, torn: bool) -> None:
-        what = "torn" if torn else "whole"
+        what = "aborted" if torn else "committed"
         self.notify(
             f"version {group.version} of job {job} is {what}", lambda one: one.on_version_decided(job, group, torn=torn)
         )
 
     def on_versions_deleted(self, job: str, groups: Collection[VersionId]) -> None:
         self.notify(
-            f"{len(groups)} versions of job {job} are dropped", lambda one: one.on_versions_deleted(job, groups)
+            f"{len(groups)} versions of job {job} are deleted", lambda one: one.on_versions_deleted(job, groups)
         )
 
     def on_not_durable(self, job: str, group: VersionId, why: str) -> None:

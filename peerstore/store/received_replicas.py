@@ -12,7 +12,6 @@ from peerstore.daemon_process import ProcessIdentity
 from peerstore.errors import FencedError, LeaseLostError, RequestError, ShardDamagedError, ShardPendingError
 from peerstore.failpoints import failpoint
 from peerstore.shard_records import (
-    CHUNK_BYTES,
     Lease,
     RetentionMark,
     ShardInfo,
@@ -91,9 +90,9 @@ class ReplicaStore:
         if slot is None or slot.record is None:
             return False
         if slot.state in UNVERIFIED_STATES:
-            raise ShardPendingError(f"{record.key} is here and not verified yet")
+            raise ShardPendingError(f"{record.key} is stored but not verified yet")
         if slot.record.checksums != record.checksums:
-            raise ShardDamagedError(f"{record.key} is here with other checksums")
+            raise ShardDamagedError(f"{record.key} is stored with other checksums")
         return True
 
     def _check_fence(self, key: ShardKey, *, whole: bool) -> None:
@@ -104,7 +103,7 @@ class ReplicaStore:
         ):
             raise RequestError(f"{key}: only the agents of the nodes write shards of job {key.job}")
         if known.replicated is not None and key.version_id < known.replicated and not self._is_retained(key):
-            raise FencedError(f"{key} is older than version {known.replicated.version}, which has all its copies")
+            raise FencedError(f"{key} is older than version {known.replicated.version}, which is replicated")
         if key.version_id in known.aborted:
             raise FencedError(f"{key}: its version was aborted")
         base = known.resume_point
@@ -118,7 +117,7 @@ class ReplicaStore:
                 f"{key}: job {key.job} resumed from version {base.version_id.version} and does not need this"
             )
         if not self.jobs.incarnations.is_plausible_epoch(key.job, key.epoch):
-            raise RequestError(f"{key}: job {key.job} cannot have come so far, it is in epoch {known.epoch}")
+            raise RequestError(f"{key}: epoch {key.epoch} is implausible, job {key.job} is in epoch {known.epoch}")
         if (key.epoch, key.incarnation) > known.owner:
             self.jobs.incarnations.fence(key.job, key.epoch, key.incarnation)
         elif (key.epoch, key.incarnation) != known.owner and not (
@@ -138,7 +137,7 @@ class ReplicaStore:
         with self._table.exclusive():
             slot, _ = self._table.slot_for_lease(lease_id)
             if slot.lease is None or slot.lease.key != record.key:
-                raise LeaseLostError(f"the lease of {record.key} was taken back while it was being copied")
+                raise LeaseLostError(f"the lease of {record.key} was revoked while it was being copied")
             seal = SealMetadata(lease_id, record, holders)
             self._table.metadata.put(SEAL_METADATA, slot.name, seal)
             failpoint("replica.sealing")
@@ -172,8 +171,8 @@ class ReplicaStore:
     def merge_holders(self, key: ShardKey, holders: tuple[str, ...], *, me: str) -> None:
         """Apply the holders that another holder of the shard reports.
 
-        Two nodes that each took the other for dead may both own the shard and report this at the same moment. If both
-        applied the other's report, the shard would have no owner, so the first one by name does not.
+        Two nodes that considered each other dead may both own the shard and report this at the same time. If both
+        applied the other's report, the shard would have no owner. So the node whose name sorts first does not.
         """
         with self._table.exclusive():
             slot = self._table.slot_for_key(key)
@@ -257,11 +256,13 @@ def validate_received_record(record: ShardRecord) -> None:
     """Raise :class:`RequestError` unless a record from another node describes a possible shard."""
     validate_shard_key(record.key, record.size_bytes, record.parts)
     if not 1 <= record.chunk_bytes <= MAX_REPLICA_CHUNK_BYTES:
-        raise RequestError(f"{record.key}: chunks of {record.chunk_bytes} bytes, {CHUNK_BYTES} are usual")
+        raise RequestError(
+            f"{record.key}: chunks of {record.chunk_bytes} bytes, 1 to {MAX_REPLICA_CHUNK_BYTES} are allowed"
+        )
     if len(record.checksums) != 8 * -(-record.size_bytes // record.chunk_bytes):
         raise RequestError(f"{record.key}: {len(record.checksums)} bytes of checksums for {record.size_bytes} bytes")
     if len(record.meta) > MAX_REPLICA_META_BYTES:
-        raise RequestError(f"{record.key}: {len(record.meta)} bytes of meta, at most {MAX_REPLICA_META_BYTES} are kept")
+        raise RequestError(f"{record.key}: {len(record.meta)} bytes of meta, the limit is {MAX_REPLICA_META_BYTES}")
 
 
 def is_same_shard(one: ShardRecord, other: ShardRecord) -> bool:

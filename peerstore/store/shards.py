@@ -52,7 +52,7 @@ class ShardSealer:
         sealed: Callable[[ShardRecord], None],
     ) -> ShardRecord:
         if len(meta) > MAX_SHARD_META_BYTES:
-            raise RequestError(f"meta has {len(meta)} bytes, at most {MAX_SHARD_META_BYTES} are kept")
+            raise RequestError(f"meta has {len(meta)} bytes, the limit is {MAX_SHARD_META_BYTES}")
         with self._table.exclusive():
             slot, done = self._begin(lease_id, size_bytes)
             if done is not None:
@@ -69,10 +69,10 @@ class ShardSealer:
             failpoint("agent.hashed")
             with self._table.exclusive():
                 if slot.lease is not lease:
-                    raise LeaseLostError(f"the lease of {lease.key} was taken back while it was being sealed")
+                    raise LeaseLostError(f"the lease of {lease.key} was revoked while it was being sealed")
                 lacking = sorted({*blobs} - {*self._table.blobs.list_names(lease.key.job)}) if blobs else []
                 if lacking:
-                    raise ShardNotFoundError(f"{lease.key} needs {', '.join(lacking)}, which are not kept here now")
+                    raise ShardNotFoundError(f"{lease.key} needs the blobs {', '.join(lacking)}, which this node lacks")
                 self._commit(slot, lease, record)
         finally:
             with self._table.exclusive():
@@ -97,7 +97,7 @@ class ShardSealer:
             return slot, done
         self._jobs.incarnations.check_fence(slot.lease.key)
         if not 0 <= size_bytes <= slot.lease.size_bytes:
-            raise RequestError(f"seal of {size_bytes} bytes in a slot of {slot.lease.size_bytes}")
+            raise RequestError(f"cannot seal {size_bytes} bytes: the lease has {slot.lease.size_bytes} bytes")
         self._table.begin_seal(slot)
         return slot, None
 
@@ -137,7 +137,7 @@ def raise_as_unreadable(key: ShardKey) -> Iterator[None]:
         yield
     except (OSError, MemoryError, RuntimeError) as error:  # RuntimeError: no thread could be started
         what = str(error) or type(error).__name__
-        raise ShardUnreadableError(f"{key} is kept and cannot be read for now: {what}") from error
+        raise ShardUnreadableError(f"{key} is stored but cannot be read for now: {what}") from error
 
 
 @dataclass(frozen=True)
@@ -262,7 +262,7 @@ class ShardReader:
         count = checksums.chunk_count(record.size_bytes, record.chunk_bytes)
         first, stop = chunks or (0, count)
         if not 0 <= first <= stop <= count:
-            raise RequestError(f"chunks {first}..{stop} of a shard with {count}")
+            raise RequestError(f"chunks {first}..{stop} do not exist: the shard has {count} chunks")
         selected = range(first, stop)
         with raise_as_unreadable(record.key):
             try:

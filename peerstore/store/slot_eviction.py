@@ -146,7 +146,7 @@ def slot_fits(slot: SlotView, size_bytes: int) -> bool:
 def evictable_slots(slots: Iterable[SlotView], request: SlotRequest) -> list[SlotView]:
     """Return sealed slots that no job needs: replaced attempts first, then the oldest versions.
 
-    A job without a rollback target keeps all its versions.
+    A job without a rollback target needs all its versions.
     """
     latest: dict[tuple[str, int], VersionId] = {}
     for job, groups in request.whole.items():
@@ -169,7 +169,7 @@ def evictable_slots(slots: Iterable[SlotView], request: SlotRequest) -> list[Slo
 
 
 def abandoned_slots(slots: Iterable[SlotView], request: SlotRequest) -> list[SlotView]:
-    """Return what incarnations of the job before the request's epoch left unfinished, oldest first."""
+    """Return slots of unfinished versions from before the request's epoch, oldest first."""
     job, found = request.job, []
     whole, target = request.whole.get(job, ()), request.rollback_targets.get(job)
     for slot in slots:
@@ -321,14 +321,14 @@ def _refusal(
     held_bytes = sum(slot.size_bytes for slot in held)
     versions = sorted({slot.version_id.version for slot in held if slot.version_id is not None})
     on_request = (
-        f", and {show_size(held_bytes)} hold versions that are kept on request ({', '.join(map(str, versions))}): "
-        "release them (tieredckpt unpin), or make room"
+        f", and {show_size(held_bytes)} hold versions that are pinned ({', '.join(map(str, versions))}): "
+        "unpin them (tieredckpt unpin)"
         if held
         else ""
     )
     advice = (
         f"Each writer needs room for two versions: raise the budget to {show_size(enough)} ({enough} bytes) or more "
-        f"(`tieredckpt agent restart --budget {enough}`, which keeps what is in memory)"
+        f"(`tieredckpt agent restart --budget {enough}` retains the shards in memory)"
     )
     if fixed + held_bytes + request.size_bytes + beside_bytes > budget_bytes:
         return BudgetExceeded(
@@ -392,7 +392,7 @@ def _why_kept(slot: SlotView, rollback_target: VersionId | None) -> str:
     if slot.use is SlotUse.FREE:
         return "free, but the budget is used up"
     if slot.version_id is None:
-        return "given up, being read"
+        return "deleted, being read"
     if slot.busy:
         return "being read or uploaded"
     if rollback_target is None:

@@ -135,12 +135,12 @@ class MetadataStore:
             written = from_msgpack(data, _Format).format
             if not OLDEST_METADATA_FORMAT <= written <= METADATA_FORMAT and of is not JobOwnerMetadata:
                 raise UnsupportedFormatError(
-                    f"metadata {kind}{name} is of format {written}, this version reads {OLDEST_METADATA_FORMAT} to "
+                    f"metadata {kind}{name} has format {written}, this version reads {OLDEST_METADATA_FORMAT} to "
                     f"{METADATA_FORMAT}"
                 )
             return from_msgpack(data, of)
         except (msgspec.DecodeError, RecursionError) as error:
-            raise UnsupportedFormatError(f"metadata {kind}{name} is not as this version writes it: {error}") from error
+            raise UnsupportedFormatError(f"metadata {kind}{name} cannot be decoded by this version: {error}") from error
 
     def stated(self, kind: str, name: str) -> tuple[int | None, ShardKey | None]:
         """Return the format and the shard that metadata of another release states, as far as they can be read."""

@@ -490,6 +490,6 @@ class SlotTable:
                     self.metadata.remove(note, one.name)
                 self.arena.remove(one.name)
             del self._unrecognized[one.name]
-            log.warning("%s was set aside, and is dropped on request", one.name)
+            log.warning("dropped unrecognized %s on request", one.name)
         self.notify_changed()
         return sum(one.size_bytes for one in gone)

@@ -134,7 +134,7 @@ def test_names_that_leave_the_folder_are_refused(arena, name):
         lambda: arena.path(name),
         lambda: arena.remove(name),
     ):
-        with pytest.raises(ValueError, match="is not a name"):
+        with pytest.raises(ValueError, match="is not a valid name"):
             attempt()
 
 

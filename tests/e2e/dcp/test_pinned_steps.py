@@ -81,7 +81,7 @@ def test_save_reports_that_only_pinned_steps_remain(agent_dir, monkeypatch):
         ckpt.save(state_at(3, size), 3).wait()
         saved = ckpt.save(state_at(4, size), 4)
         assert not saved.ok
-        assert "hold versions that are kept on request (1, 2): release them (tieredckpt unpin)" in str(saved.error)
+        assert "hold versions that are pinned (1, 2): unpin them (tieredckpt unpin)" in str(saved.error)
         assert ckpt.drop(2)
         ckpt.save(state_at(5, size), 5).wait()
         assert in_memory(ckpt) == [1, 3, 5]

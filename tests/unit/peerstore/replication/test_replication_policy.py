@@ -206,7 +206,7 @@ def test_partner_that_learned_of_a_rewind_gets_the_copy_again():
 def test_fenced_version_is_offered_at_once_when_the_job_rewinds_to_it():
     book = accounts()
     duty = book.next_task(look())
-    book.task_failed(duty, FencedError("older than version 6, which has all its copies"), 0.0)
+    book.task_failed(duty, FencedError("older than version 6, which is replicated"), 0.0)
     assert not isinstance(book.next_task(look()), ReplicationTask)
     assert book.next_task(look(base=ResumePoint(1, "a", 1, KEY.version_id))) == duty
 

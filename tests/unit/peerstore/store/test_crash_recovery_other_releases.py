@@ -84,7 +84,7 @@ def test_notes_of_an_older_format_are_kept_and_named(directory):
     with opened(directory) as store:
         assert store.list_shards() == []
         (slot,) = store.status().unrecognized
-        assert f"is of format {slot_metadata.OLDEST_METADATA_FORMAT - 1}, this version reads" in slot.reason
+        assert f"has format {slot_metadata.OLDEST_METADATA_FORMAT - 1}, this version reads" in slot.reason
 
 
 def test_writers_of_the_past_stay_refused(directory, monkeypatch):

@@ -203,7 +203,7 @@ def test_oldest_unused_jobs_are_evicted_for_space(patient, clock):
     assert told == ["old0"]
     said = patient.jobs.clients.expired_job("old0")
     assert said.newest_committed == shard_key().version_id
-    assert said.reason == "nobody had used it for 2.0 hours, and job job needed the room"
+    assert said.reason == "no process had used it for 2.0 hours, and job job needed the memory"
     held = patient.lease(shard_key(3), 16 * MIB, 1)  # its own older version is evicted first
     assert patient.list_shards("old1")
     patient.grow(held.id, 20 * MIB)  # in addition to its slot: both other jobs are evicted

@@ -67,7 +67,7 @@ def test_late_listener_receives_damage_found_after_a_restart(place):
     diary = Diary()
     store.subscribe(diary)
     assert sorted(diary.lines) == [
-        ("damaged", shard_key(3, part=1), "100 bytes of 1048576 are left"),
+        ("damaged", shard_key(3, part=1), "its file has only 100 of 1048576 bytes"),
         ("damaged", shard_key(3, part=8), "1 chunks differ after a restart, first: 0"),
         ("sealed", shard_key(3, part=0)),
     ]

@@ -79,9 +79,9 @@ def test_managed_job_is_registered_before_any_write(store: NodeStore) -> None:
 
 def test_managed_job_name_is_reserved(store: NodeStore) -> None:
     store.jobs.incarnations.manage("managed", 1, "owner")
-    with pytest.raises(RequestError, match="this agent's own"):
+    with pytest.raises(RequestError, match="belongs to this agent"):
         store.claim("managed", "trainer")
-    with pytest.raises(RequestError, match="this agent's own"):
+    with pytest.raises(RequestError, match="belongs to this agent"):
         store.lease(ShardKey("managed", 1, 2, "trainer", 0, 0), 100, 1)
     keep(store, "managed", 1)
 

@@ -233,7 +233,7 @@ def test_unfinished_versions_of_the_running_incarnation_stay():
         ([sealed("a", 1)] * 3, {}, "no version is complete yet"),
         ([sealed("a", 1)] * 3, {"job": {group(1)}}, "the newest complete one"),
         ([sealed("a", 2)] * 3, {"job": {group(1)}}, "not complete yet"),
-        ([SlotView("a", SlotUse.SEALED, 10, "job", 0, None, True)] * 3, {}, "given up, being read"),
+        ([SlotView("a", SlotUse.SEALED, 10, "job", 0, None, True)] * 3, {}, "deleted, being read"),
         ([SlotView("a", SlotUse.LEASED, 995, "x", 0), free("b", size=0)], {}, "free, but the budget is used up"),
     ],
 )
