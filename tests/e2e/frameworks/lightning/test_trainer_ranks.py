@@ -70,7 +70,7 @@ def test_rank_killed_during_a_save_leaves_the_step_before(agent_dir, lightning_z
     torn = first[victim].wait()
     assert torn.status == -signal.SIGKILL
     first[1 - victim].kill()
-    first[1 - victim].wait()
+    first[1 - victim].wait(may_fail=True)  # its collectives fail, if that is noticed before it is killed
     last = len(torn.lines)  # the other rank may have been sealing this step when it was killed
     second = [one.wait() for one in lightning_zygote.start_world(2, sharded, tmp_path)]
     begun = {min(losses_by_step(one.lines)) for one in second}
