@@ -321,6 +321,7 @@ class WorldReconciler:
             requested_step=form.requested_step,
             incarnation_epoch=self._newest_epoch,
         )
+        self._store.place(self._nodes, self._world, spec.ranked_nodes, now)  # the node of the last one may be released
         spec = self._store.with_stores(spec, self._nodes.records)
         self._formed.form(spec, self._nodes.reports_of(spec))
         self._pause.end()

@@ -378,3 +378,24 @@ def test_dismissed_node_stays_dismissed_despite_new_reports():
     table.run_without_faults(5)
     node.report()
     assert node_desired(table.desk.snapshot(), "n1", table.now).release_reason is not None
+
+
+def test_next_world_does_not_use_the_store_of_a_released_node():
+    """That store ends with the node, and torch's client would wait minutes for it to answer."""
+    table = ControlSimulation(3)
+    table.run_without_faults(15)
+    released = table.desk._store.node
+    formed = []
+    form = table.desk._formed.form
+
+    def record_form(spec, reports):
+        formed.append(spec)
+        form(spec, reports)
+
+    table.desk._formed.form = record_form
+    table.preempt_node(int(released.removeprefix("n")))
+    table.run_without_faults(60)
+    assert table.desk.snapshot().world.phase.is_running
+    assert released not in table.desk.snapshot().world.ranked_nodes
+    assert [spec.store.partition(":")[0] for spec in formed] != [released]
+    assert table.desk._formed.spec.store.partition(":")[0] in table.desk.snapshot().world.ranked_nodes
