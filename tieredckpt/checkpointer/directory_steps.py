@@ -181,23 +181,23 @@ class DirectoryRestore:
 
     def begin(self) -> StateDict:
         """Create the staging directory, and return the state to restore."""
-        self._is_leader = _on_all(self._ranks, self._create_staging)
+        _on_all(self._ranks, self._create_staging)
         leader = _on_all(self._ranks, lambda: int((self._staging / "leader").read_text()))
         leaders = self._ranks.all_gather(str(leader))
         self._members += [rank for rank, text in enumerate(leaders) if text == str(leader)]
         return {DIRECTORY_ENTRY: self._files}
 
-    def _create_staging(self) -> bool:
+    def _create_staging(self) -> None:
         if not self._overwrite and self._path.exists() and (not self._path.is_dir() or any(self._path.iterdir())):
             raise UsageError(f"{self._path} exists and is not empty: name another directory, or pass overwrite=True")
         self._path.parent.mkdir(parents=True, exist_ok=True)
         try:
             self._staging.mkdir()
         except FileExistsError:
-            return False
+            return
+        self._is_leader = True
         (self._staging / "leader").write_text(str(self._ranks.rank))
         (self._staging / "files").mkdir()
-        return True
 
     def finish(self) -> None:
         """Write this rank's files, and move the directory into place once all ranks have."""

@@ -146,3 +146,17 @@ def save_without_one(root):
 @pytest.mark.parametrize("save", [save_different, save_without_one])
 def test_all_ranks_raise_for_the_directory_of_one(agent_dir, ranks, tmp_path, save):
     ranks.run(2, save, tmp_path)
+
+
+def restore_where_one_is_used(root):
+    path = root / f"rank{dist.get_rank()}" / "back"
+    if dist.get_rank() == 1:
+        write(path, {"mine": b""})
+    with Checkpointer("tiered://ranks") as ckpt, pytest.raises(UsageError, match="not empty"):
+        ckpt.restore_directory(path)
+    dist.barrier()
+    return [file.name for file in path.parent.iterdir()]
+
+
+def test_refused_restore_of_one_rank_leaves_nothing_on_the_others(agent_dir, ranks, tmp_path):
+    assert ranks.run(2, restore_where_one_is_used, tmp_path) == [[], ["back"]]
