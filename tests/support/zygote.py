@@ -273,9 +273,15 @@ class Zygote:
 
     def run_world(self, size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
         """Run ``size`` gloo ranks and return their results. If one fails, kill the others."""
-        running = self.start_world(size, function, *args)
+        return [one.result for one in self.run_ranks(size, function, *args)]
+
+    def run_ranks(
+        self, size: int, function: Callable[..., Any], *args: Any, environ: dict[int, dict[str, str]] | None = None
+    ) -> list[ProcessResult]:
+        """Run ``size`` gloo ranks and return how they ended. If one fails, kill the others."""
+        running = self.start_world(size, function, *args, environ=environ)
         try:
-            return [one.wait().result for one in running]
+            return [one.wait() for one in running]
         finally:
             for one in running:
                 one.kill_if_alive()

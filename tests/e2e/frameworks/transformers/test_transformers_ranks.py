@@ -16,12 +16,7 @@ TWO = {"per_device_train_batch_size": 2}
 
 
 def run_ranks(zygote, size, *args, environ=None):
-    running = zygote.start_world(size, train, *args, environ=environ)
-    try:
-        return [one.wait() for one in running]
-    finally:
-        for one in running:
-            one.kill_if_alive()
+    return zygote.run_ranks(size, train, *args, environ=environ)
 
 
 @pytest.fixture(scope="module")
