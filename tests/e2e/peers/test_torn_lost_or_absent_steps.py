@@ -18,7 +18,13 @@ from tests.support.local_nodes import wait_until
 from tieredckpt import Checkpointer, TieredReader
 from tieredckpt.cli import main
 from tieredckpt.dcp.rank_group import unwrap_load_error
-from tieredckpt.errors import CheckpointLostError, CheckpointNotFoundError, CheckpointTornError, StoreBusyError
+from tieredckpt.errors import (
+    CheckpointLostError,
+    CheckpointNotFoundError,
+    CheckpointTornError,
+    StoreBusyError,
+    TieredCheckpointError,
+)
 from tieredckpt.session.session import Session
 from tieredckpt.session.slot_pool import SlotPool
 
@@ -123,6 +129,11 @@ def test_incomplete_step_dropped_everywhere_is_reported(ranks):
             assert "step 3" in named
 
 
+def fails_to_restore(job):
+    with Checkpointer(job, on_sigterm="ignore") as ckpt, pytest.raises(TieredCheckpointError):
+        ckpt.restore(zeros_like_state(sharded(0)))
+
+
 def lost(job):
     with Checkpointer(job, on_sigterm="ignore") as ckpt:
         state = zeros_like_state(sharded(0))
@@ -147,12 +158,11 @@ def test_once_complete_step_is_lost_even_for_later_agents(ranks, capsys):
         for name in ("n2", "n3"):
             cluster[name].kill_agent()
             cluster[name].start()
-        for name in ("n2", "n3"):  # either node may report the membership
-            with cluster[name].agent(cluster.job) as agent:
-                wait_until(
-                    lambda: [one.state for one in agent.cluster_status(cluster.job).nodes] == ["dead", "alive", "alive"]
-                )
         cluster.add("n4")
+        cluster.run(["n4", "n2", "n3"], fails_to_restore, environ=alone)  # n4 may not know yet that n1 is dead
+        for name in ("n2", "n3", "n4"):
+            with cluster[name].agent(cluster.job) as agent:
+                wait_until(lambda: "dead" in [one.state for one in agent.cluster_status(cluster.job).nodes])
         for said, (step, mode, refused) in cluster.run(["n4", "n2", "n3"], lost, environ=alone):
             assert "step 6" in said
             assert "was whole once, saved 20" in said
