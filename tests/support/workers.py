@@ -27,7 +27,7 @@ import struct
 import sys
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -503,6 +503,16 @@ def pytest_configure(config: pytest.Config) -> None:
         raise pytest.UsageError("--retry-failed N requires --workers N: each retry runs in a worker of its own")
     if config.option.workers and getattr(config, "cache", None) is not None:
         config.pluginmanager.register(_Durations(config), "workers-durations")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Collect garbage only after the collection: until then nearly everything stays alive."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
 
 
 @pytest.hookimpl(tryfirst=True)

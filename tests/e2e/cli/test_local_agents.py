@@ -31,7 +31,8 @@ def two_simulated_jobs(monkeypatch):
 
 
 def test_agent_of_a_job_is_found_in_any_run_directory(cli, two_simulated_jobs):
-    assert [one["step"] for one in cli("ls", ONE, "--json").json["steps"]] == [1, 2]
+    assert (said := cli("ls", ONE, "--json")).code == 0, said
+    assert [one["step"] for one in said.json["steps"]] == [1, 2]
     assert [one["step"] for one in cli("ls", OTHER, "--json").json["steps"]] == [7]
     assert cli("status", OTHER, "--json").code == 0
     assert cli("status", ONE, "--cluster", "--json").json["job"] == ONE
