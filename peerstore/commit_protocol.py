@@ -195,8 +195,8 @@ class JobVersions:
     ) -> bool:
         """Apply marks that retain or release versions; raise :class:`TooManyRetainedError` over the limit.
 
-        The limit counts versions, not attempts. A complete attempt (in ``whole``) releases earlier ones, and so does an
-        abort.
+        The limit counts versions, not attempts. A complete attempt (in ``whole``) releases earlier attempts. An abort
+        releases its own attempt only.
         """
         news = {one.version_id: one for one in said if one.at_ns > self.retention.get(one.version_id, one).at_ns}
         news |= {

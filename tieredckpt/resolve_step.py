@@ -58,14 +58,14 @@ class Candidate:
 class StepVerdict(str, enum.Enum):
     CHOSEN = "chosen"
     OLDER = "older than the chosen one"
-    TORN = "not whole"
-    LOST = "was whole once"
-    UNKNOWN = "not whole in what could be asked"
+    TORN = "not complete"
+    LOST = "was complete once"
+    UNKNOWN = "not complete in the tiers that answered"
     DAMAGED = "damaged"
     QUARANTINED = "quarantined"
     AVOIDED = "loads of it ended their process on this node"
     SUPERSEDED = "of a past that the job has left"
-    OTHER_STEP = "not the step asked for"
+    OTHER_STEP = "not the requested step"
 
 
 @dataclass(frozen=True)
@@ -172,14 +172,14 @@ def resolve_step(
     quarantined: Collection[VersionId] = (),
     reluctant: Collection[VersionId] = (),
     unreachable: Collection[Tier] | Mapping[Tier, str] = (),
-    once_whole: VersionId | None = None,
+    once_complete: VersionId | None = None,
     torn: Collection[VersionId] = (),
     forgotten: ExpiredJob | None = None,
 ) -> Resolution:
     """Choose the newest complete step, or the newest attempt at ``step``, optionally of ``epoch``.
 
     ``unreachable`` names the tiers that did not answer, optionally with reasons. While there are any, an incomplete
-    version is ``UNKNOWN`` instead of ``TORN`` or ``LOST``. ``once_whole`` is the newest version known to have been
+    version is ``UNKNOWN`` instead of ``TORN`` or ``LOST``. ``once_complete`` is the newest version known to have been
     complete; if it is incomplete now, it is lost. ``torn`` versions were aborted because a rank did not seal its part.
     ``forgotten`` records when and why this node deleted the job's memory. ``reluctant`` versions are chosen only if no
     other remains.
@@ -188,10 +188,10 @@ def resolve_step(
     where a later incarnation branched off belongs to another branch and is not chosen.
     """
     known = {one.version_id for one in candidates if one.is_complete} | (
-        {once_whole} if once_whole is not None else set()
+        {once_complete} if once_complete is not None else set()
     )
-    if step is not None and once_whole is not None and once_whole.version != step:
-        once_whole = None
+    if step is not None and once_complete is not None and once_complete.version != step:
+        once_complete = None
     if step is not None and forgotten is not None and forgotten.newest_committed.version < step:
         forgotten = None
     verdicts: dict[VersionId, StepVerdict] = {}
@@ -200,7 +200,7 @@ def resolve_step(
     branches = IncarnationBranches(candidates if step is None else (), quarantined)
     for candidate in candidates:
         verdict = _rejection(candidate, branches, step, epoch, quarantined)
-        if verdict is StepVerdict.TORN and once_whole is not None and candidate.version_id == once_whole:
+        if verdict is StepVerdict.TORN and once_complete is not None and candidate.version_id == once_complete:
             verdict = StepVerdict.LOST
         if verdict in (StepVerdict.TORN, StepVerdict.LOST) and unreachable and candidate.version_id not in torn:
             verdict = StepVerdict.UNKNOWN  # a tier that did not answer may have the missing parts
@@ -225,7 +225,7 @@ def resolve_step(
         tuple(tier for tier in Tier if tier in unreachable),
         tuple(left[1:]),
         incomplete,
-        once_whole,
+        once_complete,
         max(known, default=None),
         forgotten,
         dict(unreachable) if isinstance(unreachable, Mapping) else {},

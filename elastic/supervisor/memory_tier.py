@@ -265,7 +265,7 @@ def reason_to_keep(held: JobMemory, survey: StepInventory) -> str:
     if survey.durable is None:
         return "it has no durable tier"
     if Tier.DURABLE in survey.unreachable:
-        return f"the durable tier could not be asked: {survey.unreachable[Tier.DURABLE]}"
+        return f"the durable tier does not answer: {survey.unreachable[Tier.DURABLE]}"
     durable = max(
         (view.version_id.version for view in survey.views if view.durable and not view.quarantined), default=-1
     )

@@ -115,7 +115,7 @@ _LINE = re.compile(r'([^=\s]+)=("(?:[^"\\]|\\.)*")')
 
 
 def labels_from_kubernetes(labels: Mapping[str, str]) -> DomainLabels:
-    """Return the labels for ``rack``, ``switch``, ``spine`` and ``zone`` that are set.
+    """Return the labels for ``ultraserver``, ``rack``, ``switch``, ``spine`` and ``zone`` that are set.
 
     The rack is the network layer that the machine is attached to. Works for plain Kubernetes and for managed clusters,
     which use the same labels. Labels with these short names override them. All other labels are ignored.

@@ -190,7 +190,7 @@ BROKEN = {
         _PARITY,
     ),
     "ask for ever": BrokenRule(ReplicationState, "task_done", lambda *_: None, "and no end"),
-    "choose what is torn": BrokenRule(resolve_step.Candidate, "is_complete", True, "never was whole"),
+    "choose what is torn": BrokenRule(resolve_step.Candidate, "is_complete", True, "was never complete"),
     "choose alone": BrokenRule(
         simulated_restore,
         "elect_step",

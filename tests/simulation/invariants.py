@@ -203,7 +203,7 @@ class Invariants(Holdings):
             raise Violation(f"the ranks do not load the same step: {ways} of {','.join(restore.nodes)}")
         torn = [group for group in groups if len(self._sealed_once[group]) < self.parts_of(group)]
         if torn:
-            raise Violation(f"the ranks choose {self._world.short_name(min(torn))}, which never was whole")
+            raise Violation(f"the ranks choose {self._world.short_name(min(torn))}, which was never complete")
 
     def _was_complete_with(self, group: VersionId, gone: set[ShardKey]) -> bool:
         just = {key.part for key in gone if key.version_id == group}

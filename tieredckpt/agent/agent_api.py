@@ -60,7 +60,7 @@ class StepInventory(msgspec.Struct, frozen=True):
     """Steps of plain DCP checkpoints, written while this package was disabled."""
     durable: DurableSettings | None = None
     """The job's durable tier, or ``None`` if the agent knows none."""
-    once_whole: VersionId | None = None
+    once_complete: VersionId | None = None
     """Newest version that any responding node knows was once complete; parts of it may be lost since."""
     forgotten: ExpiredJob | None = None
     """When and why this node expired the job's shards, unless a complete step was saved since."""

@@ -296,7 +296,7 @@ def has_all_parts(files: Mapping[int, tuple[ShardIndex, bytes, bytes]], parts: i
 
 
 def delete_step(catalog: DurableCatalog, job: str, group: VersionId) -> None:
-    """Delete a step: first its manifest, then its shards and marks."""
+    """Delete a step: first its manifest, then its indexes, marks and shards."""
     entry = catalog.entry(group)
     objects: set[str] = set()
     if entry is not None:
@@ -304,9 +304,19 @@ def delete_step(catalog: DurableCatalog, job: str, group: VersionId) -> None:
             objects.update(shard.object for shard in catalog.manifest(group).shards if shard.object)
         catalog.store.delete([object_keys.manifest_key(job, group, entry.base)])
     objects.update(info.name for info in catalog.store.list(object_keys.shards_prefix(job, group)))
-    catalog.store.delete(sorted(objects))
-    catalog.store.delete(_marks(job, group))
+    _delete_without_manifest(catalog, job, group, objects)
     catalog.mark_deleted(group)
+
+
+def _delete_without_manifest(catalog: DurableCatalog, job: str, group: VersionId, objects: set[str]) -> None:
+    """Delete the objects of a step without a manifest so that an interruption leaves an orphan that ``gc`` finds.
+
+    A manifest could be built from indexes, so these are deleted before a quarantine mark. Shards come last.
+    """
+    indexes = {name for name in objects if _is_index(name, job)}
+    catalog.store.delete(sorted(indexes))
+    catalog.store.delete(_marks(job, group))
+    catalog.store.delete(sorted(objects - indexes))
 
 
 @dataclass(frozen=True)
@@ -361,14 +371,11 @@ def orphaned_parts(catalog: DurableCatalog, job: str, orphan: OrphanedStep) -> t
 
 
 def delete_orphaned_step(catalog: DurableCatalog, job: str, orphan: OrphanedStep) -> None:
-    """Delete an orphaned step: first the indexes, from which a manifest could be built, then the shards."""
+    """Delete an orphaned step: its indexes, marks and shards."""
     objects = {info.name for info in orphan.objects} | {
         index.object for index, _, _ in _index_files(catalog, job, orphan)
     }
-    first = [info.name for info in orphan.objects if _is_index(info, job)]
-    catalog.store.delete(first)
-    catalog.store.delete(sorted(objects - {*first}))
-    catalog.store.delete(_marks(job, orphan.version_id))
+    _delete_without_manifest(catalog, job, orphan.version_id, objects)
 
 
 def _marks(job: str, group: VersionId) -> list[str]:
@@ -386,7 +393,7 @@ def _index_files(catalog: DurableCatalog, job: str, orphan: OrphanedStep) -> Ite
     Damaged indexes and indexes that name another shard's object are skipped.
     """
     for info in orphan.objects:
-        if _is_index(info, job):
+        if _is_index(info.name, job):
             try:
                 file = decode_shard_file(catalog.store.get(info.name))
             except (CheckpointDamagedError, ObjectNotFoundError):
@@ -396,6 +403,6 @@ def _index_files(catalog: DurableCatalog, job: str, orphan: OrphanedStep) -> Ite
                 yield file
 
 
-def _is_index(info: ObjectInfo, job: str) -> bool:
-    place = object_keys.parse_shard_object_key(info.name, job)
+def _is_index(name: str, job: str) -> bool:
+    place = object_keys.parse_shard_object_key(name, job)
     return place is not None and place[2] == "index"

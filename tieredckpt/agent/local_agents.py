@@ -153,7 +153,7 @@ def newest_version(*surveys: StepInventory) -> VersionId | None:
         [view.candidate for view in survey.views],
         quarantined={view.version_id for view in survey.views if view.quarantined},
         unreachable=survey.unreachable,
-        once_whole=survey.once_whole,
+        once_complete=survey.once_complete,
         torn=survey.torn,
         forgotten=survey.forgotten,
     ).chosen
@@ -265,7 +265,7 @@ def merge_surveys(a: StepInventory, b: StepInventory) -> StepInventory:
         {**a.unreachable, **b.unreachable},
         tuple(sorted({*a.plain, *b.plain})),
         b.durable or a.durable,
-        max((survey.once_whole for survey in (a, b) if survey.once_whole is not None), default=None),
+        max((survey.once_complete for survey in (a, b) if survey.once_complete is not None), default=None),
         a.forgotten or b.forgotten,
         tuple(sorted({*a.torn, *b.torn})),
         (*a.unrecognized, *(slot for slot in b.unrecognized if slot not in a.unrecognized)),

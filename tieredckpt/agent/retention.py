@@ -10,7 +10,7 @@ from tieredckpt.resolve_step import Candidate, IncarnationBranches, StepVerdict,
 
 
 def expired_steps(
-    whole: Mapping[VersionId, int | None],
+    complete: Mapping[VersionId, int | None],
     *,
     keep_last: int,
     keep_every: int = 0,
@@ -19,22 +19,22 @@ def expired_steps(
 ) -> list[VersionId]:
     """Return the complete steps to delete, oldest first.
 
-    ``whole`` has all complete steps, each with the step that its incarnation resumed from. ``keep_last`` counts steps,
-    not attempts; 0 retains all. Steps in ``kept`` remain and do not count. The step that a restore would choose always
+    ``complete`` maps each complete step to the step that its incarnation resumed from. ``keep_last`` counts steps, not
+    attempts; 0 retains all. Steps in ``kept`` remain and do not count. The step that a restore would choose always
     remains. Quarantined steps and steps of branches that the job has left do not count. They are deleted once enough
     good steps are newer.
     """
     if keep_last <= 0:
         return []
-    seen = {group: Candidate(group, 0, {}, base) for group, base in whole.items()}
+    seen = {group: Candidate(group, 0, {}, base) for group, base in complete.items()}
     verdicts = resolve_step(list(seen.values()), quarantined=quarantined).verdicts
-    unused = {group for group in whole if verdicts[group] in (StepVerdict.QUARANTINED, StepVerdict.SUPERSEDED)}
-    good = {group.version for group in whole if group not in unused}
+    unused = {group for group in complete if verdicts[group] in (StepVerdict.QUARANTINED, StepVerdict.SUPERSEDED)}
+    good = {group.version for group in complete if group not in unused}
     good -= {group.version for group in kept}
     if not good:
         return []
     oldest = sorted(good)[-keep_last:][0]
-    old = {group for group in whole if group.version < oldest}
+    old = {group for group in complete if group.version < oldest}
     gone = {group for group in old if group in unused or not keep_every or group.version % keep_every} - {*kept}
     gone -= _still_needed(seen, gone, [g for g in unused - gone if verdicts[g] is StepVerdict.SUPERSEDED], quarantined)
     return sorted(gone, key=lambda group: (group.version, group.epoch, group.attempt, group.incarnation))

@@ -17,7 +17,7 @@ from tieredckpt.whatif.redundancy import StepRedundancy, UnderReplicatedParts, n
 
 _COLOURS = {"alive": "green", "suspect": "yellow", "dead": "red", "stranger": "yellow"}
 STATES = {
-    "whole": "green",
+    "complete": "green",
     "superseded": "dim",
     "unknown": "yellow",
     "torn": "yellow",

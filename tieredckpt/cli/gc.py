@@ -201,8 +201,8 @@ def _orphan_decisions(
         elif age_s < older_than_s:
             why, delete = f"some of it was written {format_age(age_s)} ago", False
         else:
-            count_, parts, whole = orphaned_parts(catalog, job, one)
-            delete = not whole or (step < enough and not (every and step % every == 0))
+            count_, parts, is_complete = orphaned_parts(catalog, job, one)
+            delete = not is_complete or (step < enough and not (every and step % every == 0))
             why = f"{count_} of {parts or 'its'} parts, and no manifest"
             if not delete:
                 why += f": `tieredckpt rebuild {job}/step-{step}` makes it a step"

@@ -79,7 +79,7 @@ class StepRow:
             return "unsupported"
         if self.damaged:
             return "damaged"
-        return "whole" if self.complete else self.incomplete_state
+        return "complete" if self.complete else self.incomplete_state
 
     def as_json(self, now_ns: int) -> dict[str, Any]:
         draining = self.drain is not None and self.drain.state in ("waiting", "running", "failed")
@@ -89,7 +89,7 @@ class StepRow:
             "attempt": self.version_id.attempt,
             "incarnation": self.version_id.incarnation,
             "state": self.state,
-            "whole": self.complete,
+            "complete": self.complete,
             "tiers": self.tiers,
             "parts": self.parts,
             "parts_in_memory": self.in_memory,
@@ -236,7 +236,7 @@ def _incomplete_state(line: StepRow, survey: StepInventory) -> str:
     return incomplete_state(
         line.version_id,
         newest_complete=survey.newest_complete,
-        once_complete=survey.once_whole,
+        once_complete=survey.once_complete,
         aborted=survey.torn,
         unsure=bool(survey.unreachable),
         needed=line.kept or (line.drain is not None and line.drain.state not in ("done", "skipped")),

@@ -117,7 +117,7 @@ class TierClient:
             step=location.step,
             quarantined=bad if location.step is None else (),
             unreachable=survey.unreachable,
-            once_whole=survey.once_whole,
+            once_complete=survey.once_complete,
             torn=survey.torn,
             forgotten=survey.forgotten,
         )
@@ -294,7 +294,7 @@ def step_not_found_error(location: Location, survey: StepInventory, why: str = "
         return problem
     if survey.forgotten is not None and survey.forgotten.newest_committed.version >= (location.step or 0):
         return CheckpointLostError(f"{location} no longer exists: {describe_forgotten(survey.forgotten)}")
-    known = survey.once_whole
+    known = survey.once_complete
     if known is not None and location.includes(known):
         return CheckpointLostError(
             f"step {known.version} of {location.job} was complete, and no node has any part of it now"

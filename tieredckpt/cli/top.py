@@ -139,7 +139,7 @@ def count_steps_behind(view: ClusterStatus, steps: Sequence[StepRedundancy]) -> 
         {
             s.version_id
             for s in steps
-            if s.state == "whole" and s.parts_in_memory and (replicated is None or s.version_id > replicated)
+            if s.state == "complete" and s.parts_in_memory and (replicated is None or s.version_id > replicated)
         }
     )
 

@@ -203,7 +203,7 @@ def _show(out: Console, view: ClusterStatus, outcome: LossOutcome, reads: Sequen
         - {group.version for group in outcome.uncertain_steps}
     )
     if torn:
-        lines.append(("not whole", f"{_steps(torn)}, with or without this loss"))
+        lines.append(("not complete", f"{_steps(torn)}, with or without this loss"))
     print_fields(out, lines)
 
 

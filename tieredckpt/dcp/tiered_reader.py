@@ -410,7 +410,7 @@ class TieredReader(StorageReader):
             quarantined=unusable,
             reluctant=self._reluctant,
             unreachable=inventory.unreachable,
-            once_whole=inventory.once_whole,
+            once_complete=inventory.once_complete,
             torn=inventory.torn,
             forgotten=inventory.forgotten,
         )

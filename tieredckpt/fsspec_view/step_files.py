@@ -285,7 +285,7 @@ class JobStepFiles:
             step=step,
             quarantined={view.version_id for view in seen.views if view.quarantined},
             unreachable=seen.unreachable,
-            once_whole=seen.once_whole,
+            once_complete=seen.once_complete,
             torn=seen.torn,
         )
         if found.chosen is None:

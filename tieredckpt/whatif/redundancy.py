@@ -193,7 +193,7 @@ class StepRedundancy:
     parts_in_memory: int
     """Number of parts in some node's memory."""
     state: str
-    """State as listed: whole, damaged, quarantined, or a result of ``incomplete_state``."""
+    """State as listed: complete, damaged, quarantined, or a result of ``incomplete_state``."""
     copies: int
     """Smallest number of copies of any part in memory."""
     domains: int
@@ -250,7 +250,7 @@ class _RedundancyAssessor:
     """Criteria that are common to all steps of a job."""
 
     def __init__(self, view: ClusterStatus, survey: StepInventory) -> None:
-        self._once_whole = survey.once_whole
+        self._once_complete = survey.once_complete
         self._aborted = frozenset(survey.torn)
         self._newest_complete = survey.newest_complete
         self._unsure = bool(survey.unreachable or unknown_nodes(view))
@@ -263,7 +263,7 @@ class _RedundancyAssessor:
     ) -> StepRedundancy:
         nodes = held.nodes if held is not None else {}
         parts = held.parts if held is not None else seen.parts if seen is not None else 0
-        whole = (seen is not None and seen.candidate.is_complete) or len(nodes) >= parts > 0
+        is_complete = (seen is not None and seen.candidate.is_complete) or len(nodes) >= parts > 0
         quarantined = seen.quarantined if seen is not None else ""
         damaged = seen.damaged if seen is not None else {}
         open_ended = parts == UNKNOWN_PART_COUNT
@@ -271,12 +271,12 @@ class _RedundancyAssessor:
         incomplete = incomplete_state(
             group,
             newest_complete=self._newest_complete,
-            once_complete=self._once_whole,
+            once_complete=self._once_complete,
             aborted=self._aborted,
             unsure=self._unsure,
             needed=(seen is not None and seen.kept) or (drain is not None and drain.state not in ("done", "skipped")),
         )
-        state = "quarantined" if quarantined else "whole" if whole else "damaged" if damaged else incomplete
+        state = "quarantined" if quarantined else "complete" if is_complete else "damaged" if damaged else incomplete
         wanted = state != "superseded" and (self._replicated is None or group >= self._replicated)
         return StepRedundancy(
             version_id=group,
@@ -287,7 +287,7 @@ class _RedundancyAssessor:
             domains=min((len({self._domain[node] for node in there}) for there in nodes.values()), default=0),
             level=self._level,
             under_replicated=_under_replicated(nodes, needed, self._copies) if wanted else (),
-            is_replicated=self._replicated is not None and group <= self._replicated and whole,
+            is_replicated=self._replicated is not None and group <= self._replicated and is_complete,
             durable=seen is not None and seen.durable,
             drain=drain,
             quarantined=quarantined,

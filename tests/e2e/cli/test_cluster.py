@@ -75,7 +75,7 @@ def test_every_node_and_step_is_shown(healthy_cluster, run_on):
     assert [one["labels"] for one in nodes.values()] == [{"rack": "r1"}, {"rack": "r2"}, {"rack": "r3"}]
     assert all(one["holds"]["own_bytes"] > 0 and one["holds"]["copied_bytes"] > 0 for one in nodes.values())
     step = said.json["steps"][-1]
-    assert (step["step"], step["parts"], step["parts_in_memory"], step["state"]) == (7, 3, 3, "whole")
+    assert (step["step"], step["parts"], step["parts_in_memory"], step["state"]) == (7, 3, 3, "complete")
     assert (step["copies"], step["domains"], step["level"], step["under_replicated"]) == (2, 2, "rack", [])
     assert not step["durable"]
     assert said.json["complete"]
@@ -100,7 +100,7 @@ def test_cluster_tables_show_the_status(healthy_cluster, run_on):
     assert lines[2:4] == ["protected up to step 7", ""]
     assert lines[4].split()[:7] == ["NODE", "STATE", "RACK", "STEPS", "PARTS", "OWN", "COPIES"]
     assert lines[6].split()[:3] == ["n2", "alive", "r2"]
-    (seven,) = [line for line in lines if line.split()[:2] == ["7", "whole"]]
+    (seven,) = [line for line in lines if line.split()[:2] == ["7", "complete"]]
     assert "3 of 3  2 copies in 2 racks" in seven
 
 

@@ -15,7 +15,7 @@ def test_steps_are_listed_by_tier(cli, job):
     assert list(steps) == [1, 2, 3]
     assert [steps[n]["tiers"] for n in (1, 2, 3)] == [["durable"], ["memory", "durable"], ["memory", "durable"]]
     assert [steps[n]["copies"] for n in (1, 2, 3)] == [1, 2, 2]
-    assert all(line["whole"] and line["state"] == "whole" and line["parts"] == 1 for line in steps.values())
+    assert all(line["complete"] and line["state"] == "complete" and line["parts"] == 1 for line in steps.values())
     assert steps[1]["size_bytes"] == steps[3]["size_bytes"] > 1 << 20
     assert 0 <= steps[3]["age_s"] <= steps[1]["age_s"] < 300
     assert said.json["durable"] == job.settings.durable.url
@@ -27,8 +27,8 @@ def test_table_matches_the_json(cli, job):
     lines = said.out.splitlines()
     assert lines[0] == f"llama  durable tier {job.settings.durable.url}"
     assert lines[1].split() == ["STEP", "STATE", "MEMORY", "DURABLE", "COPIES", "SIZE", "AGE", "NOTE"]
-    assert lines[2].split()[:5] == ["1", "whole", "-", "yes", "1"]
-    assert lines[4].split()[:7] == ["3", "whole", "1", "of", "1", "yes", "2"]
+    assert lines[2].split()[:5] == ["1", "complete", "-", "yes", "1"]
+    assert lines[4].split()[:7] == ["3", "complete", "1", "of", "1", "yes", "2"]
 
 
 def test_single_step_is_listed(cli, job):
@@ -89,7 +89,7 @@ def test_a_bucket_without_agent(cli, agent_dir, server, monkeypatch):
     monkeypatch.setenv("AWS_ENDPOINT_URL", server.endpoint)
     monkeypatch.setenv("AWS_REGION", "us-east-1")
     said = cli("ls", job.name, "--durable", job.settings.durable.url, "--json")
-    assert [(line["step"], line["whole"]) for line in said.json["steps"]] == [(7, True)]
+    assert [(line["step"], line["complete"]) for line in said.json["steps"]] == [(7, True)]
 
 
 def test_all_jobs_of_the_node(cli, job, agent_dir, durable):
@@ -112,8 +112,8 @@ def test_a_damaged_manifest_is_shown(cli, job, tmp_path, flip_byte_of):
         line["step"]: line for line in cli("ls", "llama", "--durable", job.settings.durable.url, "--json").json["steps"]
     }
     assert lines[3]["state"] == "damaged"
-    assert not lines[3]["whole"]
-    assert lines[2]["whole"]
+    assert not lines[3]["complete"]
+    assert lines[2]["complete"]
 
 
 def test_two_attempts_at_a_step_are_distinguished(cli, agent_dir, durable):

@@ -30,7 +30,7 @@ def test_commands_show_steps_of_a_newer_format_in_memory(cli, agent_dir, durable
     steps = {one["step"]: one for one in cli("ls", "llama", "--json").json["steps"]}
     assert steps[2]["state"] == "unsupported"
     assert f"format {METADATA_FORMAT + 1}" in steps[2]["unsupported"]
-    assert steps[3]["state"] == "whole"
+    assert steps[3]["state"] == "complete"
     assert any(f"format {METADATA_FORMAT + 1}" in one for one in cli("status", "--json").json["unrecognized"])
     assert "unsupported: slot.llama" in cli("status").out
     said = cli("doctor", "--json")

@@ -39,7 +39,7 @@ def said(capsys):
 def test_silent_node_is_neither_lost_nor_incomplete(halves, said, capsys):
     job = halves.job
     code, found, _ = said("ls", job)
-    assert (code, [step["state"] for step in found["steps"]]) == (0, ["whole"])
+    assert (code, [step["state"] for step in found["steps"]]) == (0, ["complete"])
     halves["n2"].suspend_agent()
 
     code, found, _ = said("ls", job)
@@ -58,11 +58,11 @@ def test_silent_node_is_neither_lost_nor_incomplete(halves, said, capsys):
     code, _, error = said("inspect", job)
     assert code == ExitCode.UNAVAILABLE
     assert "n2" in error
-    assert "was whole once" not in error
+    assert "was complete once" not in error
 
     halves["n2"].resume_agent()
     wait_until(lambda: said("ls", job)[0] == 0, "n2 answers again")
-    assert [step["state"] for step in said("ls", job)[1]["steps"]] == ["whole"]
+    assert [step["state"] for step in said("ls", job)[1]["steps"]] == ["complete"]
 
 
 def test_verify_checks_all_nodes_and_names_unreachable_ones(halves, said, capsys):

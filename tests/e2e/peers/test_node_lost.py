@@ -90,6 +90,6 @@ def test_steps_lost_with_too_many_nodes_are_reported(cluster):
         cluster.add(name, f"rack=r{name[1:]}")
     for said in cluster.run(["n4", "n5", "n3"], refused):
         assert "step 6" in str(said)
-        assert "was whole once, saved 20" in said
+        assert "was complete once, saved 20" in said
         assert "missing part" in said
         assert "of 3" in said

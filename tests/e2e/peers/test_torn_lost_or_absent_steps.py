@@ -165,7 +165,7 @@ def test_once_complete_step_is_lost_even_for_later_agents(ranks, capsys):
                 wait_until(lambda: "dead" in [one.state for one in agent.cluster_status(cluster.job).nodes])
         for said, (step, mode, refused) in cluster.run(["n4", "n2", "n3"], lost, environ=alone):
             assert "step 6" in said
-            assert "was whole once, saved 20" in said
+            assert "was complete once, saved 20" in said
             assert "missing part" in said
             assert (step, mode) == (-1, "lost")
             assert "step 6" in str(refused)

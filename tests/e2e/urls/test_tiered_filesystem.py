@@ -338,7 +338,7 @@ def test_command_line_lists_file_system_steps(agent_dir, durable, capsys):
     wait_durable()
     assert main(["ls", "job", "--json"]) == 0
     (line,) = json.loads(capsys.readouterr().out)["steps"]
-    assert (line["step"], line["whole"], line["parts"], line["tiers"]) == (3, True, 1, ["memory", "durable"])
+    assert (line["step"], line["complete"], line["parts"], line["tiers"]) == (3, True, 1, ["memory", "durable"])
     assert line["copies"] == 2
     assert main(["ls", "--json"]) == 0
     assert [one["job"] for one in json.loads(capsys.readouterr().out)["jobs"]] == ["job"]

@@ -52,24 +52,24 @@ def test_incomplete_step_is_lost_if_it_was_once_complete():
     torn = Candidate(VersionId(1, 7, 0, "a"), 12, {3: MEMORY}, saved_ns=10**18)
     never = resolve_step([torn, step(6, found=(1,))])
     assert (never.lost, never.verdicts[torn.version_id]) == ((), StepVerdict.TORN)
-    known = resolve_step([torn, step(6, found=(1,))], once_whole=torn.version_id)
+    known = resolve_step([torn, step(6, found=(1,))], once_complete=torn.version_id)
     assert known.lost == (torn.version_id,)
-    assert "step 7 (epoch 1): was whole once, saved 2001-09-09 01:46:40Z, missing parts" in known.explain()
+    assert "step 7 (epoch 1): was complete once, saved 2001-09-09 01:46:40Z, missing parts" in known.explain()
     assert "parts 0, 1, 2, 4, 5, 6, 7, 8 and 3 more of 12; step 6" in known.explain()
-    gone = resolve_step([], once_whole=torn.version_id)
-    assert "step 7 (epoch 1): was whole once, missing all parts" in gone.explain()
-    assert resolve_step([], step=3, once_whole=torn.version_id).lost == ()
-    older = resolve_step([torn, step(6)], once_whole=torn.version_id)
+    gone = resolve_step([], once_complete=torn.version_id)
+    assert "step 7 (epoch 1): was complete once, missing all parts" in gone.explain()
+    assert resolve_step([], step=3, once_complete=torn.version_id).lost == ()
+    older = resolve_step([torn, step(6)], once_complete=torn.version_id)
     assert older.chosen is not None
     assert older.lost == (torn.version_id,)
 
 
 def test_step_in_an_unreachable_tier_is_neither_incomplete_nor_lost():
     cut = step(7, found=(0,))
-    found = resolve_step([cut], once_whole=cut.version_id, unreachable={Tier.PEER: "n2 does not answer"})
+    found = resolve_step([cut], once_complete=cut.version_id, unreachable={Tier.PEER: "n2 does not answer"})
     assert (found.chosen, found.lost, found.torn, found.verdicts[cut.version_id]) == (None, (), (), StepVerdict.UNKNOWN)
-    assert "step 7 (epoch 1): not whole in what could be asked, not found so far: part 1 of 2" in found.explain()
-    assert resolve_step([], once_whole=cut.version_id, unreachable=[Tier.PEER]).lost == ()
+    assert "step 7 (epoch 1): not complete in the tiers that answered, not found so far: part 1 of 2" in found.explain()
+    assert resolve_step([], once_complete=cut.version_id, unreachable=[Tier.PEER]).lost == ()
     given_up = resolve_step([cut], torn=[cut.version_id], unreachable=[Tier.PEER])
     assert given_up.verdicts[cut.version_id] is StepVerdict.TORN, "a rank aborted its part: no node can have it"
 
@@ -77,17 +77,18 @@ def test_step_in_an_unreachable_tier_is_neither_incomplete_nor_lost():
 def test_incomplete_steps_are_newer_than_any_complete_step():
     cut, newer = step(7, found=(0,)), step(3, epoch=2, found=(1,), incarnation="b")
     assert resolve_step([cut, newer]).torn == (cut.version_id, newer.version_id)
-    assert resolve_step([cut, newer], once_whole=cut.version_id).torn == (newer.version_id,)
-    assert resolve_step([cut, newer], once_whole=newer.version_id).torn == ()
+    assert resolve_step([cut, newer], once_complete=cut.version_id).torn == (newer.version_id,)
+    assert resolve_step([cut, newer], once_complete=newer.version_id).torn == ()
     assert resolve_step([cut, newer], step=7).torn == (cut.version_id,)
-    assert resolve_step([cut, newer], step=7, once_whole=newer.version_id).torn == (), (
+    assert resolve_step([cut, newer], step=7, once_complete=newer.version_id).torn == (), (
         "it may have been given up for that one"
     )
     assert resolve_step([step(6), cut]).torn == (cut.version_id,)
     assert resolve_step([step(8), cut]).torn == ()
     assert resolve_step([], torn=[cut.version_id]).torn == (cut.version_id,)
     assert resolve_step([], step=3, torn=[cut.version_id]).torn == ()
-    assert "step 7 (epoch 1): not whole, a rank aborted its part" in resolve_step([], torn=[cut.version_id]).explain()
+    said = resolve_step([], torn=[cut.version_id]).explain()
+    assert "step 7 (epoch 1): not complete, a rank aborted its part" in said
 
 
 def test_a_step_with_a_damaged_part_is_passed_over_by_name():
@@ -301,7 +302,7 @@ def test_nearest_tiers_of_a_step_are_reported():
 def test_an_explanation_names_every_candidate_newest_first():
     found = resolve_step([step(1), step(3, found=(0,)), step(2)], unreachable=[Tier.DURABLE])
     assert found.explain().split("; ") == [
-        "step 3 (epoch 1): not whole in what could be asked, not found so far: part 1 of 2",
+        "step 3 (epoch 1): not complete in the tiers that answered, not found so far: part 1 of 2",
         "step 2 (epoch 1): chosen",
         "step 1 (epoch 1): older than the chosen one",
         "durable tier: unavailable",

@@ -34,7 +34,7 @@ HELD = JobMemory([group(3), group(4)], [], used=False)
         (HELD._replace(pinned=[group(3)]), survey(4), "step 3 is pinned"),
         (HELD._replace(used=True), survey(4), "it has been started again"),
         (HELD, survey(4, durable=None), "it has no durable tier"),
-        (HELD, survey(4, unreachable={Tier.DURABLE: "timed out"}), "the durable tier could not be asked: timed out"),
+        (HELD, survey(4, unreachable={Tier.DURABLE: "timed out"}), "the durable tier does not answer: timed out"),
         (HELD, survey(4, unreachable={Tier.PEER: "n2 is silent"}), ""),
         (HELD._replace(versions=[group(3), group(7, epoch=2)]), survey(4), "step 7 is not in the durable tier"),
     ],

@@ -1,14 +1,29 @@
 import threading
+from contextlib import suppress
 from types import SimpleNamespace
 
 import pytest
 
 from peerstore.shard_records import VersionId
-from tieredckpt.agent.durable_catalog import DurableCatalog, delete_step
+from tieredckpt.agent.durable_catalog import DurableCatalog, delete_orphaned_step, delete_step, find_orphaned_steps
 from tieredckpt.durable.retrying_store import open_store
 from tieredckpt.errors import DurableRefusedError, TierUnavailableError
 from tieredckpt.format import object_keys
 from tieredckpt.settings import DurableSettings
+
+
+class EndsAtDelete:
+    """A store whose process ends before one of its deletions, as if killed."""
+
+    def __init__(self, store, before):
+        self._store, self._left = store, before
+        self.url, self.get, self.list = store.url, store.get, store.list
+
+    def delete(self, names):
+        self._left -= 1
+        if self._left == 0:
+            raise KeyboardInterrupt
+        self._store.delete(names)
 
 
 class Away:
@@ -86,3 +101,29 @@ def test_many_deletions_need_no_full_listing_each(directory, monkeypatch):
     catalog.mark_deleted(groups[200])
     assert groups[200] in after.manifests
     assert sorted(catalog.listing().manifests) == groups[201:]
+
+
+@pytest.mark.parametrize("before", [1, 2, 3, 4])
+@pytest.mark.parametrize("of_orphan", [False, True])
+def test_interrupted_deletion_leaves_nothing_that_gc_does_not_find(directory, monkeypatch, before, of_orphan):
+    group = VersionId(1, 7, 0, "a")
+    marks = [mark("job", group) for mark in (object_keys.keep_key, object_keys.release_key, object_keys.quarantine_key)]
+    shards = [object_keys.shards_prefix("job", group) + name for name in ("000000.safetensors", "000000.index")]
+    manifest = object_keys.manifest_key("job", group, None)
+    for name in (*marks, *shards, *([] if of_orphan else [manifest])):
+        directory.put(name, b"1")
+    monkeypatch.setattr(DurableCatalog, "manifest", lambda self, group: SimpleNamespace(shards=()))
+    ended = DurableCatalog(EndsAtDelete(directory, before), "job")
+    with suppress(KeyboardInterrupt):
+        if of_orphan:
+            delete_orphaned_step(ended, "job", find_orphaned_steps(ended, "job", spread=False)[0])
+        else:
+            delete_step(ended, "job", group)
+    catalog = DurableCatalog(directory, "job")
+    for found in catalog.listing(fresh=True).manifests:
+        delete_step(catalog, "job", found)
+    for orphan in find_orphaned_steps(catalog, "job", spread=False):
+        names = [info.name for info in directory.list("job/")]
+        assert marks[-1] in names or shards[-1] not in names, "its manifest could be rebuilt without the mark"
+        delete_orphaned_step(catalog, "job", orphan)
+    assert [info.name for info in directory.list("job/")] == []

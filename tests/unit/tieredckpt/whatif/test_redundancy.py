@@ -98,8 +98,8 @@ def test_a_silent_node_adds_nothing_and_is_named():
     ("said", "state", "durable"),
     [
         (StepStatus(version_id(7), 2, {}), "torn", False),
-        (StepStatus(version_id(7), 2, {}, covered=True), "whole", False),
-        (StepStatus(version_id(7), 0, {}, durable=True), "whole", True),
+        (StepStatus(version_id(7), 2, {}, covered=True), "complete", False),
+        (StepStatus(version_id(7), 0, {}, durable=True), "complete", True),
         (StepStatus(version_id(7), 2, {}, durable=True, quarantined="NaN"), "quarantined", True),
         (StepStatus(version_id(7), 2, {}, damaged={1: "bit flip"}), "damaged", False),
     ],
@@ -117,12 +117,13 @@ def test_a_step_with_an_open_number_of_parts():
         cluster_status(cluster_node("n0", "", {7: [0, 5]}, parts=UNKNOWN_PART_COUNT)),
         step_inventory(StepStatus(version_id(7), UNKNOWN_PART_COUNT, {}, covered=True)),
     )
-    assert (one.parts, one.parts_in_memory, one.state) == (2, 2, "whole")
+    assert (one.parts, one.parts_in_memory, one.state) == (2, 2, "complete")
 
 
 def test_steps_that_are_only_durable_are_there_too():
     three, seven = redundancy_by_step(cluster_status(cluster_node("n0", "", {7: [0, 1]})), step_inventory(durable=[3]))
-    assert (three.version_id.version, three.parts_in_memory, three.describe(), three.state) == (3, 0, "none", "whole")
+    assert (three.version_id.version, three.state) == (3, "complete")
+    assert (three.parts_in_memory, three.describe()) == (0, "none")
     assert seven.parts_in_memory == 2
 
 
@@ -164,7 +165,7 @@ def test_loadable_steps_are_complete_and_not_quarantined():
     [
         ({}, "superseded"),
         ({"torn": (version_id(6),)}, "torn"),
-        ({"once_whole": version_id(6)}, "superseded"),
+        ({"once_complete": version_id(6)}, "superseded"),
         ({"unreachable": {Tier.DURABLE: "timed out"}}, "unknown"),
     ],
 )
@@ -172,7 +173,7 @@ def test_steps_older_than_a_complete_one_are_superseded(more, state):
     seen = cluster_status(cluster_node("n0", "", {6: [0], 7: [0, 1], 8: [1]}))
     said = step_inventory(StepStatus(version_id(6), 2, {}), StepStatus(version_id(7), 2, {}, covered=True), **more)
     six, seven, eight = redundancy_by_step(seen, said)
-    assert (six.state, seven.state) == (state, "whole")
+    assert (six.state, seven.state) == (state, "complete")
     assert eight.state == ("unknown" if state == "unknown" else "torn"), "no newer step is complete"
     assert not six.under_replicated or state != "superseded"
 
