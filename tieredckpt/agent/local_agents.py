@@ -52,11 +52,13 @@ def settings_of_newest_agent(job: str, settings: Settings) -> Settings:
 
     An earlier run with simulated nodes leaves an agent for each node. The settings' own agent is used unless one of
     these has a newer step. A configured directory is not changed, and agents in configured directories are never used.
-    Raise :class:`TierUnavailableError` if an agent has the job and does not answer: its steps may be the newest.
+    Exited agents that left steps of the job are started. Raise :class:`TierUnavailableError` if an agent has the job
+    and does not answer: its steps may be the newest.
     """
     if settings.agent.directory or not settings.enabled:
         return settings
     own = settings.agent_place.directory
+    _start_exited_agents(job, settings)
     simulated = [place for place in _other_directories(own) if place.is_relative_to(run_directory())]
     others: list[Path] = []
     for each in _query_agents(simulated):
@@ -114,6 +116,22 @@ def warn_of_steps_elsewhere(job: str, settings: Settings) -> None:
                 "TIEREDCKPT_AGENT_DIRECTORY=%s to restore that step",
                 *(job, place, newest.version, settings.agent_directory, place),
             )
+
+
+def _start_exited_agents(job: str, settings: Settings) -> None:
+    """Start the agents of simulated nodes that have exited and left steps of ``job``, for example when killed."""
+    listening = agent_directories()
+    for directory in sorted(run_directory().glob("*/*/agent")):
+        if directory in listening or not settings.agent.embedded or job not in _recorded_jobs(directory):
+            continue
+        node = settings.agent.node or directory.parent.name
+        exited = override_settings(settings, agent={"directory": str(directory), "node": node})
+        try:
+            connect_or_launch_agent(exited.agent_place, agent_command(exited), environ=agent_environment()).close()
+        except (PeerStoreError, OSError) as error:
+            raise _unknown_steps(
+                job, directory, f"the agent in {directory} has exited and cannot be started: {error}"
+            ) from error
 
 
 def _has_agent(settings: Settings) -> bool:
@@ -233,10 +251,15 @@ def _query_agent(directory: Path) -> _AgentJobs:
         silence = str(error)
     except (PeerStoreError, OSError) as error:  # an agent of another user or another release
         silence = f"the agent in {directory} does not answer: {error}"
+    return _AgentJobs(directory, _recorded_jobs(directory), silence)
+
+
+def _recorded_jobs(directory: Path) -> Collection[str]:
+    """Return the jobs that an agent's directory records; none if it belongs to another user."""
     try:
-        return _AgentJobs(directory, jobs_in_directory(directory), silence)
-    except PermissionError:  # the agent of another user, whose jobs are not this user's
-        return _AgentJobs(directory, (), silence)
+        return jobs_in_directory(directory)
+    except PermissionError:
+        return ()
 
 
 def _unknown_steps(job: str, directory: Path, reason: str) -> TierUnavailableError:

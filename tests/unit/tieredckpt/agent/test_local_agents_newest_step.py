@@ -73,6 +73,29 @@ def test_stopped_own_agent_is_started_for_its_steps(places, monkeypatch):
     assert settings_of_newest_agent("local", load_settings()).agent.directory == ""
 
 
+@pytest.mark.parametrize("older", [False, True], ids=["no other step", "an older step elsewhere"])
+def test_exited_simulated_agent_is_started_for_its_steps(places, monkeypatch, older):
+    saves(monkeypatch, places[1], "local", 5)
+    if older:
+        saves(monkeypatch, places[0], "local", 4)
+    stop_agent(places[1])
+    state = {"w": torch.zeros(3)}
+    with Checkpointer("tiered://local") as ckpt:
+        assert ckpt.restore(state) == 5
+        assert state["w"].tolist() == [5.0] * 3
+        assert ckpt.session.settings.agent.node == "n0"
+
+
+def test_exited_agent_that_cannot_be_started_makes_the_step_unknown(places, monkeypatch):
+    saves(monkeypatch, places[0], "local", 4)
+    saves(monkeypatch, places[1], "local", 5)
+    stop_agent(places[1])
+    places[1].chmod(0o777)
+    with pytest.raises(TierUnavailableError, match=f"the agent in {places[1]} has exited and cannot be started: "):
+        settings_of_newest_agent("local", load_settings())
+    assert settings_of_newest_agent("job-of-no-agent", load_settings()).agent.directory == ""
+
+
 def test_no_other_agent_is_used_where_the_own_one_cannot_answer(places, monkeypatch, caplog):
     saves(monkeypatch, places[0], "local", 5)
     saves(monkeypatch, places[1], "local", 6)
