@@ -34,6 +34,7 @@ from torch.distributed.constants import default_pg_timeout
 from elastic.control.control_plane import RankAssignment
 from elastic.errors import PolicyError
 from elastic.rendezvous.rootless_tcpstore import (
+    CallWatchdog,
     OldKeyCleanup,
     RootlessStore,
     SocketAddress,
@@ -47,6 +48,8 @@ from tieredckpt.tensors.device import accelerator
 log = logging.getLogger(__name__)
 
 _STORE_PATIENCE = timedelta(minutes=5)
+_FIRST_TRY, _LONGEST_TRY = timedelta(seconds=2), timedelta(seconds=16)
+"""Timeouts of one try to connect to the store."""
 _LONGER = 1.5
 """Ratio of a collective's timeout to the time that finds a hang.
 
@@ -98,6 +101,8 @@ class ProcessGroups:
                 assignment.stores, close_connections=close_store_connections, timeout=timeout or _STORE_PATIENCE
             )
         self._sweeping: OldKeyCleanup | None = None
+        self._watchdog = CallWatchdog()
+        self._aborted = False
 
     @property
     def epoch(self) -> int:
@@ -155,7 +160,29 @@ class ProcessGroups:
             self._addresses = resolve_store(host, port, within_s=timeout.total_seconds())
         except PeerStoreError as error:
             raise dist.DistNetworkError(f"the store of epoch {self._assignment.epoch}: {error}") from error
-        return dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
+        return self._connect_store(host, port, timeout)
+
+    def _connect_store(self, host: str, port: int, timeout: timedelta) -> torch.distributed.Store:
+        """Return a connection to the store; try until the timeout or :meth:`abort`.
+
+        A try at an address where nothing listens ends at its own timeout only, and one at a silent store never ends
+        by itself.
+        """
+        until = time.monotonic() + timeout.total_seconds()
+        attempt_timeout = _FIRST_TRY
+        while True:
+            attempt_timeout = min(attempt_timeout, timeout)
+            try:
+                with self._watchdog.limit(until - time.monotonic(), self._close_store):
+                    if self._aborted:
+                        raise dist.DistNetworkError(f"epoch {self._assignment.epoch} was aborted")
+                    store = dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=attempt_timeout)
+                    store.set_timeout(timeout)
+                    return store
+            except dist.DistError:
+                if self._aborted or time.monotonic() > until:
+                    raise
+                attempt_timeout = min(2 * attempt_timeout, _LONGEST_TRY)
 
     def _clean_old_keys(self) -> None:
         """Delete the keys of earlier worlds, on one rank per store server.
@@ -190,6 +217,8 @@ class ProcessGroups:
 
     def close_connections(self) -> None:
         """Close the connections of gloo's groups and to the store."""
+        self._aborted = True
+        self._watchdog.expire_all()
         with self._lock:
             if self._open:
                 closed = close_gloo_connections() + self._close_store()
@@ -207,6 +236,7 @@ class ProcessGroups:
         """Destroy the groups. In a broken world, do not wait for other ranks."""
         with self._lock:
             self._open = False
+        self._watchdog.close()
         if getattr(sys.excepthook, "__name__", "") == "_distributed_excepthook":
             sys.excepthook = self._excepthook
         try:

@@ -11,8 +11,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from elastic.control.control_plane import RankAssignment
 from elastic.workers import process_groups
-from elastic.workers.process_groups import close_gloo_connections, close_store_connections
+from elastic.workers.process_groups import ProcessGroups, close_gloo_connections, close_store_connections
 
 
 @pytest.fixture
@@ -83,6 +84,41 @@ def test_polled_connections_are_cut(pair, stranger, monkeypatch):
         assert close_gloo_connections() == 1
     assert not works(pair)
     assert works(stranger)
+
+
+@pytest.mark.parametrize("listens", [False, True], ids=["nothing listens", "the store is silent"])
+def test_abort_ends_the_wait_for_a_store(listens, monkeypatch):
+    connecting, real, errors = threading.Event(), dist.TCPStore, []
+
+    def connect(*args, **kwargs):
+        connecting.set()
+        return real(*args, **kwargs)
+
+    def initialize():
+        try:
+            groups.initialize()
+        except dist.DistError as error:
+            errors.append(error)
+
+    monkeypatch.setattr(dist, "TCPStore", connect)
+    with socket.socket() as store:
+        store.bind(("127.0.0.1", 0))
+        if listens:
+            store.listen()
+        address = "127.0.0.1:{1}".format(*store.getsockname())
+        groups = ProcessGroups(RankAssignment(0, 0, 1, 0, 1, 0, 1, address), backend="gloo")
+        waiting = threading.Thread(target=initialize, daemon=True)
+        waiting.start()
+        assert connecting.wait(60)
+        if listens:
+            accepted, _ = store.accept()
+        groups.abort()
+        waiting.join(100)
+        if listens:
+            accepted.close()
+        groups.destroy(broken=True)
+    assert not waiting.is_alive(), "it waits for the store's whole timeout"
+    assert len(errors) == 1
 
 
 def test_gloo_loop_in_another_call_is_not_taken_for_polling():
