@@ -190,7 +190,17 @@ def _node_name(settings: Settings) -> str:
 
 
 def agent_directories() -> set[Path]:
-    """Return the directories in which agents seem to listen, from the kernel's list of Unix sockets."""
+    """Return the directories in which agents seem to listen, from the kernel's list of Unix sockets.
+
+    A read can miss a socket while others close. So the list is read until a read shows no new agent, at least twice.
+    """
+    found = _listed_agent_directories()
+    while not (more := _listed_agent_directories()) <= found:
+        found |= more
+    return found
+
+
+def _listed_agent_directories() -> set[Path]:
     try:
         lines = Path("/proc/net/unix").read_text(errors="replace").splitlines()[1:]
     except OSError:

@@ -130,6 +130,22 @@ def test_absent_agent_is_not_waited_for(tmp_path, monkeypatch):
         local_agents.list_agent_steps("local", load_settings(), tmp_path)
 
 
+@pytest.mark.parametrize("missed", [0, 1])
+def test_read_of_the_kernels_list_that_misses_a_socket_loses_no_agent(tmp_path, monkeypatch, missed):
+    """Sockets that close between two parts of one read shift others out of it."""
+    read, reads = Path.read_text, []
+
+    def misses_one(path, **options):
+        reads.append(path)
+        lines = read(path, **options).splitlines()
+        return "\n".join(one for one in lines if len(reads) != missed + 1 or str(tmp_path) not in one)
+
+    monkeypatch.setattr(Path, "read_text", misses_one)
+    with socket.socket(socket.AF_UNIX) as agent:
+        agent.bind(str(tmp_path / "agent.sock"))
+        assert tmp_path in local_agents.agent_directories()
+
+
 @contextlib.contextmanager
 def stopped(place):
     """Stop the agent of ``place`` in the block."""
