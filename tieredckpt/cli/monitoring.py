@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -73,5 +72,5 @@ def _write(screen: CommandOutput, document: Mapping[str, Any], text: str, output
         output.write_text(text, encoding="utf-8")
         screen.result({"file": str(output)}, lambda out: out.print(f"Wrote {literal(str(output))}"))
     else:
-        screen.result(document, lambda _: sys.stdout.write(text))
+        screen.result(document, lambda _: click.echo(text, nl=False))
     return ExitCode.OK
