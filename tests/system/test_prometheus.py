@@ -18,18 +18,25 @@ from pathlib import Path
 import pytest
 import yaml
 
+from tests.support.agent_http import get_text
+from tests.support.agent_jobs import agent_job
+from tests.support.bits import zeros_like_state
 from tests.support.event_logs import EventLogBuilder
-from tests.support.jobs import CheckpointJob
-from tests.support.local_nodes import wait_until
+from tests.support.jobs import CheckpointJob, state_at
+from tests.support.local_nodes import SECRET, wait_until
 from tests.support.ports import free_port
+from tieredckpt import Checkpointer
 from tieredckpt.cli.goodput import prometheus_text
 from tieredckpt.goodput import analyse
 from tieredckpt.metrics_dashboard import ALERTS, ROWS
-from tieredckpt.settings import DurableSettings
+from tieredckpt.session.session import close_sessions
+from tieredckpt.settings import DurableSettings, override_settings
 
 ROOT = Path(__file__).parents[2]
 RULES = ROOT / "examples/monitoring/prometheus-alerts.yaml"
 MISSING = [program for program in ("prometheus", "promtool") if shutil.which(program) is None]
+SIZE = 4 << 20
+"""Numbers in a state. Transfers of less than 8 MiB are not measured."""
 pytestmark = [
     pytest.mark.system,
     pytest.mark.skipif(bool(MISSING), reason=f"not installed: {', '.join(MISSING)}"),
@@ -37,8 +44,6 @@ pytestmark = [
 AGENT = '{instance="n1",job="tieredckpt"}'
 SAVES = 'tieredckpt_trainer_total{instance="n1",job="llama",what="saves"}'
 UNPROTECTED = 'tieredckpt_unprotected_seconds{instance="n1",job="llama"}'
-PEERS = re.compile("tieredckpt_(peers|shards|copy|copied|copies|path)_")
-"""Metrics of jobs on several nodes."""
 TWO_AGENTS = {
     'tieredckpt_job_epoch{instance="n1",job="llama"}': "5x10 stale",
     'tieredckpt_job_epoch{instance="n2",job="llama"}': "5x90",
@@ -214,22 +219,16 @@ def test_promtool_accepts_the_scrape_configurations_of_the_page(tmp_path):
         promtool("check", "config", tmp_path / f"{number}.yaml")
 
 
-def fill(expr, variables):
-    for name, value in variables.items():
-        expr = expr.replace(name, value)
-    return expr
-
-
 @contextlib.contextmanager
-def text_server(text):
-    """Serve a text as a scrape target. Yield its address."""
+def metrics_server(read):
+    """Serve the text that ``read`` returns as a scrape target. Yield its address."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self):
             self.send_response(200)
             self.send_header("Content-Type", "text/plain; version=0.0.4")
             self.end_headers()
-            self.wfile.write(text.encode())
+            self.wfile.write(read().encode())
 
         def log_message(self, *_):
             pass
@@ -270,10 +269,10 @@ class Prometheus:
 
 @contextlib.contextmanager
 def prometheus_server(directory, **targets):
-    """Run a Prometheus that scrapes the targets, each a job's name and address."""
+    """Run a Prometheus that scrapes the targets, each a job's name and addresses."""
     jobs = [
-        {"job_name": name, "honor_labels": True, "static_configs": [{"targets": [address]}]}
-        for name, address in targets.items()
+        {"job_name": name, "honor_labels": True, "static_configs": [{"targets": addresses}]}
+        for name, addresses in targets.items()
     ]
     document = {
         "global": {"scrape_interval": "200ms", "scrape_timeout": "200ms", "evaluation_interval": "200ms"},
@@ -294,29 +293,50 @@ def prometheus_server(directory, **targets):
         process.wait(60)
 
 
-def test_prometheus_answers_every_query_of_the_dashboard(agent_dir, tmp_path, monkeypatch):
+def test_prometheus_scrapes_an_agent_by_its_address(agent_dir, tmp_path, monkeypatch):
     monkeypatch.setenv("TIEREDCKPT_AGENT_HTTP", "127.0.0.1:0")
-    job = CheckpointJob(agent_dir, DurableSettings(url=f"file://{tmp_path}/durable", every=2))
-    run = EventLogBuilder().process_began(0, job=job.name).world_formed(1, ranks=2).steps(0, 5, at=2)
-    run.fault(7.6, since=7.5, node="n1", local_rank=0, reason="it was ended by SIGKILL").world_formed(8, epoch=1)
-    goodput = prometheus_text(analyse(run.steps(4, 6, at=10, epoch=1).events))
-    with job.checkpointer() as ckpt, contextlib.ExitStack() as stack:
-        ckpt.save({"w": 1}, 0).wait()
-        agent = (agent_dir / "http").read_text()
-        targets = {"tieredckpt": agent, "node": stack.enter_context(text_server(goodput))}
-        server = stack.enter_context(prometheus_server(tmp_path, **targets))
-        wait_until(lambda: len(server.query("up == 1")) == 2, "both targets answer")
-        ckpt.restore({"w": 0})
+    job = CheckpointJob(agent_dir, DurableSettings(url=f"file://{tmp_path}/durable"))
+    with job.checkpointer() as ckpt:
+        ckpt.save({"w": 1}, 1).wait()
+        address = (agent_dir / "http").read_text()
+        with prometheus_server(tmp_path, tieredckpt=[address]) as server:
+            wait_until(partial(server.was_scraped, job.name, 1), "Prometheus has the step")
+            jobs = server.get("label/job/values", **{"match[]": "tieredckpt_job_epoch"})
+            nodes = server.get("label/instance/values", **{"match[]": "tieredckpt_arena_budget_bytes"})
+    assert jobs == [job.name]
+    assert nodes == [address]
+
+
+def test_prometheus_answers_every_query_of_the_dashboard(tmp_path):
+    queries = [query.expr for row in ROWS.values() for panel in row for query in panel.queries]
+    with agent_job("n1", "n2") as job, contextlib.ExitStack() as stack:
+        goodput = goodput_text(job.job)
+        readers = [partial(get_text, host.directory, "/metrics") for host in job.hosts.values()]
+        *agents, node = [stack.enter_context(metrics_server(read)) for read in (*readers, lambda: goodput)]
+        server = stack.enter_context(prometheus_server(tmp_path, tieredckpt=agents, node=[node]))
+        peers = ",".join(f"{name}={one.address}" for name, one in job.nodes.items())
+        settings = override_settings(
+            job["n1"].settings,
+            peer={"discovery": f"static:{peers}", "secret": SECRET.decode()},
+            durable={"url": f"file://{tmp_path}/durable", "every": 1},
+        )
+        stack.callback(close_sessions)
+        ckpt = stack.enter_context(Checkpointer(job.job, settings=settings, on_sigterm="ignore"))
+        ckpt.restore(zeros_like_state(state_at(0, SIZE)))
         for step in range(1, 5):
-            ckpt.save({"w": step}, step).wait()
-            wait_until(partial(server.was_scraped, job.name, step), "Prometheus has the step")
-        ckpt.wait("durable")
-        queries = [query.expr for row in ROWS.values() for panel in row for query in panel.queries]
-        variables = {"$job": job.name, "$instance": agent, "$__rate_interval": "1h"}
-        empty = [expr for expr in queries if not server.query(fill(expr, variables))]
+            ckpt.save(state_at(step, SIZE), step).wait(copies=2, timeout_s=60)
+            wait_until(partial(server.was_scraped, job.job, step), "Prometheus has the step")
+        assert ckpt.restore(zeros_like_state(state_at(0, SIZE))) == 4
+        variables = {"$job": job.job, "$instance": ".*", "$__rate_interval": "1h"}
+        for expr in queries:
+            filled = re.sub(r"\$\w+", lambda name: variables[name[0]], expr)
+            wait_until(partial(server.query, filled), f"an answer to {filled}", timeout_s=30)
         rules = server.get("rules")["groups"][0]["rules"]
-        jobs = server.get("label/job/values", **{"match[]": "tieredckpt_job_epoch"})
-    assert [expr for expr in empty if not PEERS.search(expr)] == []
     assert {rule["health"] for rule in rules} == {"ok"}
     assert len(rules) == len(ALERTS)
-    assert jobs == [job.name]
+
+
+def goodput_text(job):
+    run = EventLogBuilder().process_began(0, job=job).world_formed(1, ranks=2).steps(0, 5, at=2)
+    run.fault(7.6, since=7.5, node="n1", local_rank=0, reason="it was ended by SIGKILL").world_formed(8, epoch=1)
+    return prometheus_text(analyse(run.steps(4, 6, at=10, epoch=1).events))
