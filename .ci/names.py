@@ -33,6 +33,7 @@ TWICE = {
     "elastic_event_detected": "HyperPod's import path of the same function",
 }
 GERUNDS = {
+    "monitoring": "a command, and what the field calls it",
     "testing": "what the field calls it",
     "framing": "what the field calls it",
     "training": "the training loop of a fine-tuning job",

@@ -122,10 +122,7 @@ agent's directory. For Prometheus set `agent.http` to `HOST:PORT`.
 curl --unix-socket /dev/shm/tieredckpt-$(id -u)/http.sock http://agent/metrics
 ```
 
-Two alerts to begin with:
-
-- `tieredckpt_unprotected_seconds > 600`: newer saves of a job lack their replicas and are not durable.
-- `increase(tieredckpt_drain_errors_total[10m]) > 0`: uploads fail.
+[Monitoring](../how-to/monitoring.md) has the scrape configuration, alert rules and a Grafana dashboard.
 
 The label `what` of `tieredckpt_trainer_total` names the value: `saves`, `saved_bytes`, `copy_seconds`, `seal_seconds`,
 `blocked_seconds`, `skipped`, `failed`, `loads` and `load_seconds`, among others. `begun_absent`, `begun_torn`,

@@ -28,6 +28,7 @@ _COMMANDS = {
     "top": "tieredckpt.cli.top:top_command",
     "whatif": "tieredckpt.cli.whatif:whatif_command",
     "goodput": "tieredckpt.cli.goodput:goodput_command",
+    "monitoring": "tieredckpt.cli.monitoring:monitoring_group",
     "simulate": "tieredckpt.cli.simulate:simulate_command",
     "inspect": "tieredckpt.cli.inspect:inspect_command",
     "verify": "tieredckpt.cli.verify:verify_command",
