@@ -1,6 +1,9 @@
 """torchft's recovery through the node agents: bit equality, damage, absence, lost nodes and timeouts."""
 
 import math
+import signal
+import subprocess
+import sys
 import threading
 import time
 import uuid
@@ -40,6 +43,18 @@ from tieredckpt.settings import load_settings, override_settings
 pytestmark = pytest.mark.e2e
 SECRET = "a secret of these tests, long enough"
 TEN_S, SHORT = timedelta(seconds=10), timedelta(seconds=0.5)
+
+
+SEND_AND_DIE = """
+import os, signal, torch
+from datetime import timedelta
+from integration.torchft import TieredTransport
+
+transport = TieredTransport()
+transport.send_checkpoint([1], 1, {"weight": torch.ones(1000)}, timedelta(seconds=10))
+print(transport.metadata(), flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
 
 
 class Custom:
@@ -192,6 +207,12 @@ def test_disallow_checkpoint_frees_memory(transport):
     assert shards_of(transport) == []
     with pytest.raises(CheckpointNotFoundError, match="disallow_checkpoint deleted it"):
         receive(transport, transport.metadata(), timeout=SHORT)
+
+
+def test_state_of_a_killed_sender_is_received(transport):
+    killed = subprocess.run([sys.executable, "-c", SEND_AND_DIE], capture_output=True, text=True, timeout=120)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    assert_same_bits(receive(transport, killed.stdout), {"weight": torch.ones(1000)})
 
 
 def test_unsafe_value_is_refused_before_it_is_sent(transport):
