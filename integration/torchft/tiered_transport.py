@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import secrets
+import socket
 import time
 import warnings
 from datetime import timedelta
@@ -42,10 +43,12 @@ _PAUSES_S = 0.005, 0.25
 
 
 class _Source(msgspec.Struct, frozen=True):
-    """Sender of a checkpoint: its job, and its node for receivers on other nodes."""
+    """Sender of a checkpoint."""
 
     job: str
+    node_name: str
     node: PeerNode | None
+    """Its node with the agent's address, for receivers on other nodes; ``None`` without a secret."""
 
 
 class TieredTransport(CheckpointTransport[T]):
@@ -72,7 +75,8 @@ class TieredTransport(CheckpointTransport[T]):
         self._is_staged = False
         if self._settings.peer.secret:
             self._node = self._session.agent.this_node()
-            self._join_peers(self._session, *([] if self._node is None else [self._node]))
+            if self._node is not None:
+                self._join_peers(self._session, self._node)
 
     def metadata(self) -> str:
         """Return this sender's job and node as JSON, for ``recv_checkpoint`` of other replicas."""
@@ -81,7 +85,7 @@ class TieredTransport(CheckpointTransport[T]):
                 self._node = self._session.agent.this_node()
             except PeerStoreError as error:  # a quorum without recovery must not fail for it
                 log.warning("%s: the address of this node's agent may be old: %s", self.job, error)
-        return msgspec.json.encode(_Source(self.job, self._node)).decode()
+        return msgspec.json.encode(_Source(self.job, _node_name(self._session), self._node)).decode()
 
     def send_checkpoint(self, dst_ranks: list[int], step: int, state_dict: T, timeout: timedelta) -> None:
         """Stage the state as ``step`` for all receivers. The caller may change it as soon as this returns.
@@ -173,21 +177,29 @@ class TieredTransport(CheckpointTransport[T]):
 
     def _join_source(self, session: Session, source: _Source) -> None:
         """Connect this node's agent with the sender's, if they are different nodes."""
-        me = session.agent.this_node()
-        node = source.node
-        if node is None or me is None or node.id == me.id:
+        if source.node_name == _node_name(session):
             return
-        if self._source_addresses.get(source.job) != node.address:
-            self._join_peers(session, me, node)
-            self._source_addresses[source.job] = node.address
+        node = source.node
+        if node is None or not self._settings.peer.secret:
+            raise UsageError(
+                f"The sender is on node {source.node_name}, and this node is {_node_name(session)}. To read from other "
+                "nodes, set the same peer.secret (TIEREDCKPT_PEER_SECRET) on all nodes"
+            )
+        if self._source_addresses.get(source.job) == node.address:
+            return
+        me = session.agent.this_node()
+        if me is None:
+            raise UsageError("agent.peers is off, so this node's agent cannot read from other nodes")
+        self._join_peers(session, me, node)
+        self._source_addresses[source.job] = node.address
 
     def _join_peers(self, session: Session, *nodes: PeerNode) -> None:
         peer = self._settings.peer
-        if not peer.secret:
-            raise UsageError(
-                "peer.secret is not set, so replicas on other nodes cannot be read. Set the same secret on all nodes"
-            )
         members = member_list(time.time_ns(), nodes)
         session.registration.join_peers(
             JobPeersConfig(peer_secret(peer), replication_settings(peer), member_list=members)
         )
+
+
+def _node_name(session: Session) -> str:
+    return session.settings.agent.node or socket.gethostname()

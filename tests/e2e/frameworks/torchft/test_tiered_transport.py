@@ -250,11 +250,19 @@ def test_another_node_reads_from_the_senders_agent(nodes):
         assert_same_bits(receive(receiver, sender.metadata(), step), state)
 
 
-def test_another_node_needs_the_secret(nodes):
-    sender, receiver = transport_on(nodes[0]), transport_on(nodes[1], secret="")
+@pytest.mark.parametrize("secrets", [("", ""), ("", SECRET), (SECRET, "")])
+def test_another_node_needs_the_secret(nodes, secrets):
+    sender, receiver = map(transport_on, nodes, secrets)
     send(sender, {"weight": torch.ones(3)})
-    with pytest.raises(UsageError, match=r"peer\.secret"):
+    with pytest.raises(UsageError, match=r"on node n1, and this node is n2.*peer\.secret"):
         receive(receiver, sender.metadata())
+
+
+def test_another_secret_is_refused(nodes):
+    sender, receiver = transport_on(nodes[0]), transport_on(nodes[1], secret="another secret, as long as this")
+    send(sender, {"weight": torch.ones(3)})
+    with pytest.raises(TierUnavailableError):
+        receive(receiver, sender.metadata(), timeout=timedelta(seconds=3))
 
 
 @pytest.mark.parametrize("loss", ["lose", "suspend_agent"])
