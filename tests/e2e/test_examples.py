@@ -35,6 +35,14 @@ def test_accelerate_example_resumes(agent_dir):
     assert "starting at step 20\nstep 39: " in run(EXAMPLES / "accelerate_loop.py")
 
 
+def test_torchft_example_recovers_a_killed_replica(agent_dir):
+    pytest.importorskip("torchft", reason="torchft is not installed: pip install tieredckpt[torchft]")
+    lines = run(EXAMPLES / "torchft_replicas.py").splitlines()
+    assert lines[0] == "replica 1 was killed"
+    assert sorted(line.partition(", weights ")[0] for line in lines[1:]) == ["replica 0: step 6", "replica 1: step 6"]
+    assert len({line.partition(", weights ")[2] for line in lines[1:]}) == 1
+
+
 @pytest.mark.parametrize("second", [1, 3])
 def test_fsdp2_example_resumes_at_another_world_size(agent_dir, second):
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]

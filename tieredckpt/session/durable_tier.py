@@ -28,6 +28,8 @@ class DurableTier:
         """URL of the last save, which was checked."""
         self._used: DurableSettings | None = None
         """Settings that the agent has recorded, because all ranks began a save with them."""
+        self.warns_memory_only = True
+        """Whether to warn about steps without a durable tier; ``False`` for steps that are only sent to other ranks."""
         self._has_warned_memory_only = False
         """Whether this process has warned that no durable tier stores the steps. It warns again when it ends."""
         self._lock = threading.Lock()
@@ -95,7 +97,7 @@ class DurableTier:
     def warn_memory_only(self) -> None:
         """Warn once if no durable tier stores the steps: where they are, and for how long. For one rank."""
         settings = self._settings()
-        if self._has_warned_memory_only or settings.durable.url:
+        if self._has_warned_memory_only or settings.durable.url or not self.warns_memory_only:
             return
         self._has_warned_memory_only = True
         log.warning(

@@ -30,6 +30,7 @@ GCSFS = "a plain checkpoint on gs:// " + install("gcsfs", "gcsfs")
 HDFS = "durable.url hdfs://h/x " + install("pyarrow", "pyarrow")
 LIGHTNING = "integration.lightning " + install("lightning", "'tieredckpt[lightning]'")
 ACCELERATE = "integration.accelerate " + install("accelerate", "'tieredckpt[accelerate]'")
+TORCHFT = "integration.torchft " + install("torchft", "'tieredckpt[torchft]'")
 TRANSFORMERS = "integration.transformers " + install("transformers", "'tieredckpt[transformers]'")
 AGENT = install("hyperpod_elastic_agent", "--no-deps hyperpod-elastic-agent")
 AGENT_SERVER = install("fastapi", 'fastapi==0.131.0 "uvicorn[standard]" psutil')
@@ -96,6 +97,7 @@ def test_missing_package_is_an_error_in_json(run_without):
 ENTRIES = {
     LIGHTNING: ("lightning", "integration.lightning", "integration.lightning.trainer_plugins"),
     ACCELERATE: ("accelerate", "integration.accelerate", "integration.accelerate.accelerator_steps"),
+    TORCHFT: ("torchft", "integration.torchft", "integration.torchft.tiered_transport"),
     TRANSFORMERS: ("transformers", "integration.transformers"),
     KUBERNETES: (
         "kubernetes",
@@ -150,9 +152,8 @@ assert not any(codes), codes
 
 
 def test_help_needs_no_extra(run_without):
-    packages = (
-        "kubernetes transformers accelerate safetensors lightning nixl_cu12 nixl_cu13 s3fs hyperpod_elastic_agent"
-    )
+    frameworks = "transformers accelerate safetensors lightning torchft"
+    packages = f"kubernetes {frameworks} nixl_cu12 nixl_cu13 s3fs hyperpod_elastic_agent"
     code, out, err = run_without(packages, "-c", SHOW_HELP)
     assert (code, err) == (0, "")
     assert out.count("sage: ") == 10
