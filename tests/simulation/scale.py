@@ -45,7 +45,7 @@ VERSIONS = (11_800, 11_900, 12_000)
 SHARD_BYTES = 8 << 30
 RACK, ZONE = 32, 2048
 ROUNDS = 2
-"""Queries of its partition per delegate: the query in progress, and a second that later requests share."""
+"""Queries of its partition per delegate: the query in progress, and one for all later requests."""
 T = TypeVar("T")
 
 

@@ -84,7 +84,7 @@ class IncomingTransfers:
         transfer.done[number] = is_chunk_intact(transfer.record, number, data)
 
     def _commit(self, sender: str, name: str) -> tuple[int, ...]:
-        """Return missing and damaged chunks, or seal the copy if there are none."""
+        """Return missing and damaged chunks, or seal the complete copy."""
         transfer = self._transfer_of(sender, name)
         if transfer is None:
             raise LeaseLostError(f"transfer {name} is unknown: it was aborted")
