@@ -1,7 +1,7 @@
-"""Writes the hostile batches: ``python -m tests.hostile.elastic.make``.
+"""Generator of the hostile batches: ``python -m tests.hostile.elastic.make``.
 
-Each is a file that lies where batch 7 should and is no batch, or a wrong one: damaged by chance, or made by somebody
-who knows the format, with every digest right.
+Each file has the name of batch 7, but an invalid or wrong content. Some are damaged at random. Others are forged with
+knowledge of the format, and all their digests are right.
 """
 
 from __future__ import annotations

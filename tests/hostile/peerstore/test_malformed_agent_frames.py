@@ -1,4 +1,4 @@
-"""Frames nobody who follows the protocol would send: a typed error or a closed door, and the agent keeps serving."""
+"""Malformed frames, to which an agent replies with a typed error or a closed connection."""
 
 import contextlib
 import re
@@ -31,7 +31,7 @@ def agent():
 
 @pytest.fixture
 def raw_connection(agent):
-    """Connections to the agent, without a client's manners."""
+    """Open raw connections to the agent, after a greeting or without one."""
     with contextlib.ExitStack() as stack:
 
         def connect(*, greet: bool = True) -> socket.socket:

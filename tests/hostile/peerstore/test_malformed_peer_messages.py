@@ -1,4 +1,4 @@
-"""What no peer would send: that connection ends, with its reason in the log, and the listener goes on for others."""
+"""Malformed messages of peers: the listener closes that connection, logs the reason and serves others."""
 
 import contextlib
 import queue
@@ -31,7 +31,7 @@ MIB = 1 << 20
 
 
 class PeerListener:
-    """Admits peers of the job ``victim`` and answers each message with the size of its payload."""
+    """A listener for peers of the job ``victim`` that answers each message with the size of its payload."""
 
     def __init__(self):
         self.met, self.ended = queue.Queue(), queue.Queue()
@@ -57,7 +57,7 @@ class PeerListener:
         channel.close()
 
     def wait_disconnected(self):
-        """Nobody is served any more, and what ended them is forgotten."""
+        """Wait until all connections have ended, and clear their records."""
         deadline = time.monotonic() + PATIENCE_S
         while self.listener._serving._channels and time.monotonic() < deadline:
             time.sleep(0.001)
@@ -77,7 +77,7 @@ def agent():
 
 @pytest.fixture
 def raw_connection(agent):
-    """Connections to the agent: of nobody, of one that was challenged, or of one that has proven who it is."""
+    """Open raw connections to the agent: unauthenticated, challenged or authenticated."""
     with contextlib.ExitStack() as stack:
 
         def connect(stage="stranger"):
@@ -153,12 +153,12 @@ def test_recorded_handshake_is_refused(agent, raw_connection):
     sock = raw_connection("challenged")
     first = raw_connection()
     first.sendall(encode_message(HELLO))
-    said = encode_message(
+    message = encode_message(
         Proof(hmac_proof(SECRET, "client", msgspec.convert(HELLO, Hello), read_message(first, Challenge)))
     )
-    first.sendall(said)
+    first.sendall(message)
     assert read_message(first, Welcome) == Welcome()
-    sock.sendall(said)
+    sock.sendall(message)
     assert read_message(sock, Welcome).refused
     assert is_closed(sock)
     assert isinstance(agent.ended.get(timeout=PATIENCE_S), PeerRefusedError)

@@ -1,7 +1,7 @@
-"""Writes the hostile files: ``python -m tests.hostile.tieredckpt.make``.
+"""Generator of the hostile files: ``python -m tests.hostile.tieredckpt.make``.
 
-Each is a manifest, a shard's index or a layout that once fooled a reader, or could: damaged by chance, or made by
-somebody who knows the format, with every digest right.
+Each file is a manifest, a shard index or a layout that could mislead a reader. Some are damaged at random. Others are
+forged with knowledge of the format, and all their digests are right.
 """
 
 from __future__ import annotations

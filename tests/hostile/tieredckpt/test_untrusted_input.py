@@ -1,4 +1,4 @@
-"""What comes with a checkpoint, a request or a file of somebody else's: numbers, places, names and lines that lie."""
+"""Untrusted numbers, paths, names and lines in checkpoints, requests and files."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_newest_epoch_ignores_implausible_numbers(epochs, newest):
 
 
 def test_object_with_the_largest_epoch_is_ignored(tmp_path):
-    """Nothing could follow it: whoever went on from it would be refused every number there is."""
+    """A job that resumed from the largest epoch could not begin another incarnation."""
     from tieredckpt.durable.retrying_store import open_store
 
     with contextlib.closing(open_store(f"file://{tmp_path}", DurableSettings())) as store:
@@ -241,7 +241,7 @@ def test_names_of_this_machine_are_served(service_address, host):
 
 
 def test_any_host_name_is_served_with_a_token():
-    """A page does not have the token, whatever name it uses."""
+    """A web page cannot send the token, even under another host name."""
     with our_server("8MiB", TokenCheck(b"a token that is long enough")) as address:
         shown = {"Host": "memory.example.com", "Authorization": "Bearer a token that is long enough"}
         assert request(address, "GET", DELETE, headers=shown).status == 404
