@@ -112,7 +112,7 @@ class Evidence(msgspec.Struct, frozen=True):
     """Checksums by (run, epoch, step) for steps that all ranks recorded; a message if replicas differ."""
     sealed: Sequence[Sealed] = ()
     lines: Sequence[str] = ()
-    """The lines of the outputs and logs that name a step to continue from."""
+    """Lines of the outputs and logs that report repeated steps."""
     final: int = 0
     """Number of steps that the job had to complete."""
     left: Sequence[str] = ()
@@ -341,7 +341,7 @@ def _all_taken(evidence: Evidence, copies: int, since: float, until: float) -> b
     return len(nodes) >= copies
 
 
-# -- one history -------------------------------------------------------------------------------------------------------
+# -- incarnations and repeated steps -----------------------------------------------------------------------------------
 
 
 def incarnations(evidence: Evidence, _known: Sequence[ReferenceStep], _samples: int) -> Iterator[str]:

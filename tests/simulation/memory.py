@@ -91,7 +91,7 @@ class DictArena:
 
 
 class SimulatedSealing(ShardSealer):
-    """The store's sealer, reading shards from a :class:`DictArena`."""
+    """The store's sealer. It reads shards from a :class:`DictArena`."""
 
     now_ns = 0
 

@@ -135,7 +135,7 @@ def test_older_of_two_supervisors_of_a_node_is_dismissed(coordinator):
 
 
 CHANGED = {
-    "a world that it was not told": {"type": "changed", "number": 2, "world": {"type": "told", "number": 7}},
+    "an unknown world": {"type": "changed", "number": 2, "world": {"type": "told", "number": 7}},
     "another node's name": {"type": "changed", "number": 2, "node": "n2"},
     "a field too many": {"type": "changed", "number": 2, "more": 1},
     "another whole report": {"type": "node", "number": 2, "node": "n1", "generation": 1, "local_ranks": 1},

@@ -161,7 +161,7 @@ def test_secret_on_the_command_line_is_refused_and_not_printed(words, tmp_path, 
     assert not (tmp_path / "run").exists()
 
 
-# -- what is believed -------------------------------------------------------------------------------------------------
+# -- trust ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -220,7 +220,7 @@ def test_non_file_does_not_block_reading(run_directory, kind, tmp_path):
     assert found == [True]
 
 
-# -- what agents prove ------------------------------------------------------------------------------------------------
+# -- proofs of agents -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("address", ["10.0.0.7", "127.0.0.1"])

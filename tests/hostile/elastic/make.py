@@ -35,7 +35,7 @@ def batch_header(**changes: Any) -> dict[str, Any]:
 
 
 def batch_file(encoded: bytes, payload: bytes = PAYLOAD, *, gap: bytes = b"\0") -> bytes:
-    """A file around any header, its digest right."""
+    """Build a batch file around a header, with the right digest."""
     prefix = BATCH_MAGIC + len(encoded).to_bytes(4, "little") + xxhash.xxh3_64_intdigest(encoded).to_bytes(8, "little")
     return prefix + encoded + gap * padding(BATCH_PREFIX_BYTES + len(encoded)) + payload
 
@@ -49,7 +49,7 @@ def with_tensors(*changed: list[Any]) -> bytes:
 
 
 def nested_tree(depth: int) -> bytes:
-    """A list in a list in a list, as a tree."""
+    """Build deeply nested lists as a tree."""
     return b"\x92\xa1l\x91" * depth + b"\x92\xa1p\xc0"
 
 

@@ -220,7 +220,7 @@ def test_records_of_impossible_shards_are_refused(nodes, member_connection, name
 
 
 @pytest.mark.parametrize("more", [{"holders": ("n",) * 9}, {"blobs": ("b",) * 65}], ids=["holders", "blobs"])
-def test_an_offer_with_endless_lists_is_refused(nodes, member_connection, more):
+def test_offer_with_oversized_lists_is_refused(nodes, member_connection, more):
     with pytest.raises(RequestError):
         offer_replica(member_connection, make_record(), **more)
     assert_unharmed(nodes)
@@ -251,7 +251,7 @@ def test_unlimited_offers_stay_in_the_budget_and_are_released(nodes, member_conn
 
 
 @pytest.mark.parametrize("number", [-1, CHUNKS, 1 << 40])
-def test_a_chunk_outside_of_the_shard_ends_the_connection(nodes, member_connection, number):
+def test_chunk_outside_of_the_shard_closes_the_connection(nodes, member_connection, number):
     wanted = offer_replica(member_connection, make_record())
     with pytest.raises((ProtocolError, PeerUnreachableError)):
         send_and_flush(member_connection, wanted, number, bytes(CHUNK_BYTES))
@@ -259,14 +259,14 @@ def test_a_chunk_outside_of_the_shard_ends_the_connection(nodes, member_connecti
 
 
 @pytest.mark.parametrize(("number", "size"), [(0, 1), (0, CHUNK_BYTES - 1), (0, CHUNK_BYTES + 1), (3, CHUNK_BYTES)])
-def test_a_chunk_of_another_length_ends_the_connection(nodes, member_connection, number, size):
+def test_chunk_of_a_wrong_length_closes_the_connection(nodes, member_connection, number, size):
     wanted = offer_replica(member_connection, make_record())
     with pytest.raises((ProtocolError, PeerUnreachableError)):
         send_and_flush(member_connection, wanted, number, bytes(size))
     assert_unharmed(nodes)
 
 
-def test_a_commit_without_chunks_is_refused(nodes, member_connection):
+def test_commit_without_chunks_is_refused(nodes, member_connection):
     wanted = offer_replica(member_connection, make_record())
     with pytest.raises(ShardDamagedError, match="chunks are missing"):
         member_connection.call("commit_replica", CommitReplica(wanted.transfer), type(None))
@@ -424,7 +424,7 @@ def test_reader_that_disconnects_midway_holds_no_pins(nodes):
     assert_unharmed(nodes)
 
 
-# -- the rest ---------------------------------------------------------------------------------------------------------
+# -- other requests ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -112,7 +112,7 @@ def receive_exactly(sock, size):
 
 
 def is_closed(sock):
-    """Whether the other side has closed; a reset is as good: it did not read all of it."""
+    """Return whether the other side has closed or reset the connection."""
     with contextlib.suppress(ConnectionResetError):
         while sock.recv(1 << 16):
             """An answer to what was still a message."""
@@ -234,7 +234,7 @@ def test_many_silent_peers_block_no_other_peer(agent, raw_connection, monkeypatc
         assert isinstance(agent.ended.get(timeout=PATIENCE_S), PeerUnreachableError)
 
 
-def test_a_member_that_never_reads_does_not_stop_the_others(agent, raw_connection):
+def test_member_that_never_reads_does_not_stop_the_others(agent, raw_connection):
     deaf = raw_connection("member")
     deaf.settimeout(0.2)
     with contextlib.suppress(TimeoutError):

@@ -105,9 +105,9 @@ def test_save_warns_once_about_objects_a_restore_refuses(agent_dir, caplog, way)
                 assert ckpt.save(state, step).ok
             else:
                 dcp.save(state, storage_writer=TieredWriter("tiered://job", step), no_dist=True)
-    said = [record.message for record in caplog.records if "will refuse" in record.message]
-    assert len(said) == 1
-    assert said[0].startswith(f"{name} is saved, but a restore will refuse to load it")
+    messages = [record.message for record in caplog.records if "will refuse" in record.message]
+    assert len(messages) == 1
+    assert messages[0].startswith(f"{name} is saved, but a restore will refuse to load it")
 
 
 STATES = {
@@ -190,7 +190,7 @@ def bucket(tmp_path, monkeypatch):
 
 
 def plant_step(bucket, tmp_path, evil):
-    """A newer step than any the job has, which the job never wrote."""
+    """Write a step that is newer than all steps of the job."""
     folder = bucket / "job" / "step-900"
     dcp.save({"weight": torch.ones(3), "seen": evil}, checkpoint_id=str(folder), no_dist=True)
     return folder

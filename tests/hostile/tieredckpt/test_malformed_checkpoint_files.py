@@ -112,7 +112,7 @@ def test_single_malformed_manifest_is_an_error_and_no_fresh_start(file, tmp_path
         assert ckpt.restore(zeros_like_state(state)) == 10
 
 
-# -- names of objects that lead elsewhere -------------------------------------------------------------------------
+# -- foreign object names -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ def rack_of(name):
 
 
 def save_version(nodes, version, **options):
-    """Every node writes its part of a version."""
+    """Write a version, one part per node, and return its keys."""
     parts = sorted(node.name for node in nodes)
     for part, name in enumerate(parts):
         nodes[name].write(shard_key(version, part, **options), SIZE, parts=len(parts))

@@ -46,7 +46,7 @@ def test_silent_partner_is_replaced_once_it_is_dead():
         assert len(nodes.holders(shard_key(3))) >= 2
 
 
-def test_a_slow_partner_delays_copies_and_nothing_else():
+def test_slow_partner_delays_only_copies():
     with local_nodes("n1", "n2", copies=2) as nodes:
         n1 = nodes["n1"]
         nodes.network.delay("n1", "n2", 0.05)
