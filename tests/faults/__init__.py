@@ -1,1 +1,1 @@
-"""Random faults in real jobs, and what must always hold: ``python -m tests.faults`` (docs/how-to/faults.md)."""
+"""Random faults in real jobs, and the rules of a correct run (docs/how-to/faults.md)."""

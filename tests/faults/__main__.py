@@ -1,6 +1,7 @@
-"""``python -m tests.faults --faults 100``: random faults, seed after seed. ``--seed 7``: one again, told as it happens.
+"""Command that applies random faults to real jobs: ``python -m tests.faults``.
 
-Seeds that ``--out`` has already are not run again. The exit status is 1 where anything did not hold.
+``--faults 100`` runs one seed after the other, and skips seeds recorded in ``--out``. ``--seed 7`` repeats one seed and
+prints its events. The exit status is 1 if a job broke a rule.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from tests.support.s3 import rclone_server
 
 
 class Driver:
-    """Runs seeds, one after the other, beside one store for all of them."""
+    """A runner of seeds, one after the other, with one object store for all of them."""
 
     def __init__(self, options: argparse.Namespace, stack: ExitStack) -> None:
         self._options, self._stack = options, stack
@@ -52,12 +53,12 @@ class Driver:
             mine.append(done[seed])
         return mine
 
-    def run_one(self, seed: int, tell: Callable[[str], None]) -> SeedOutcome:
+    def run_one(self, seed: int, log: Callable[[str], None]) -> SeedOutcome:
         options = self._options
         plan = make_plan(seed, hosts=options.hosts, full=os.getuid() == 0, faults=options.per_seed)
-        tell(f"seed {seed}: {plan.shape}")
+        log(f"seed {seed}: {plan.shape}")
         proxy = self._store() if plan.shape.durable == "s3" else None
-        outcome = run_seed(plan, self._known, proxy=proxy, patience_s=options.patience, tell=tell, hosts=options.hosts)
+        outcome = run_seed(plan, self._known, proxy=proxy, patience_s=options.patience, log=log, hosts=options.hosts)
         print(
             f"seed {seed}: {len(outcome.took)} faults in {outcome.seconds:.0f} s, load {outcome.load:.1f}", flush=True
         )
@@ -65,7 +66,7 @@ class Driver:
             print(f"  VIOLATION: {found.rule}: {found.words}")
         if outcome.folder:
             again = f"python -m tests.faults --seed {seed} --per-seed {options.per_seed}"
-            print(f"  see {outcome.folder}; again: {again}{' --hosts' * options.hosts}", flush=True)
+            print(f"  files: {outcome.folder}; repeat: {again}{' --hosts' * options.hosts}", flush=True)
         return outcome
 
     def _store(self) -> FaultProxy:
@@ -87,8 +88,8 @@ class Driver:
 def main(words: list[str] | None = None) -> int:
     options = _options(words)
     if options.hosts and (reason := namespaces.missing_reason()):
-        sys.exit(f"there can be no hosts here: {reason}")
-    if options.forked_starts:  # before there is a thread
+        sys.exit(f"Cannot create network namespaces for --hosts: {reason}")
+    if options.forked_starts:  # before the first thread starts
         forked_starts.prepare()
         forked_starts.install()
     unmount_leftovers(PREFIX)
@@ -101,20 +102,24 @@ def main(words: list[str] | None = None) -> int:
 
 def _options(words: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.faults", description=__doc__)
-    parser.add_argument("--faults", type=int, default=100, help="so many at least, over as many seeds as that takes")
-    parser.add_argument("--first", type=int, default=0, metavar="SEED", help="the first of these seeds")
-    parser.add_argument("--seed", type=int, nargs="+", help="only these, told as it happens")
+    parser.add_argument("--faults", type=int, default=100, help="run seeds until they have had this many faults")
+    parser.add_argument("--first", type=int, default=0, metavar="SEED", help="start with this seed")
+    parser.add_argument("--seed", type=int, nargs="+", help="run only these seeds, and print their events")
+    parser.add_argument("--per-seed", type=int, default=6, metavar="N", help="plan N faults per job; part of the seed")
     parser.add_argument(
-        "--per-seed", type=int, default=6, metavar="N", help="faults of one job; part of what a seed is"
+        "--hosts", action="store_true", help="run each node in its own network namespace, which can be cut; needs root"
     )
-    parser.add_argument("--hosts", action="store_true", help="nodes are hosts of a network that can be cut; needs root")
-    parser.add_argument("--steps", type=int, default=1500, help="of the undisturbed run: as far as any seed may go")
-    parser.add_argument("--minutes", type=float, default=0.0, help="begin no seed after so long")
-    parser.add_argument("--patience", type=float, default=300.0, metavar="S", help="what takes longer hangs")
     parser.add_argument(
-        "--out", type=Path, default=Path("build/faults"), help="the record, which a later run goes on with"
+        "--steps", type=int, default=1500, help="steps of the undisturbed run, and limit of every job's steps"
     )
-    parser.add_argument("--forked-starts", action="store_true", help="processes are forks of one that has imported all")
+    parser.add_argument("--minutes", type=float, default=0.0, help="start no seed after this many minutes")
+    parser.add_argument("--patience", type=float, default=300.0, metavar="S", help="report a hang after S seconds")
+    parser.add_argument(
+        "--out", type=Path, default=Path("build/faults"), help="folder of the record that a later run continues"
+    )
+    parser.add_argument(
+        "--forked-starts", action="store_true", help="fork processes from one that has imported all modules"
+    )
     parser.add_argument("--verbose", action="store_true")
     return parser.parse_args(words)
 

@@ -1,4 +1,4 @@
-"""What is left of a run of many seeds: a line for each fault and each seed, and what they say together."""
+"""The record and the summary of a run of many seeds."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ class FaultLine(msgspec.Struct, frozen=True, tag="fault"):
 
 
 class SeedLine(msgspec.Struct, frozen=True, tag="seed"):
-    """A seed is done once it has this line."""
+    """The last line of a seed, which marks it as done."""
 
     outcome: SeedOutcome
 
 
 class Record:
-    """A file that a run that was stopped goes on with."""
+    """A file with the outcomes of finished seeds, which a later run continues."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -39,7 +39,7 @@ class Record:
             file.write(text)
 
     def read(self) -> list[SeedOutcome]:
-        """Seeds that were seen to their end, with their faults."""
+        """Return the outcomes of all finished seeds, with their faults."""
         if not self._path.exists():
             return []
         took: dict[tuple[int, bool], list[FaultTiming]] = defaultdict(list)
@@ -57,7 +57,7 @@ class Record:
 
 
 def quantile(values: Sequence[float], share: float) -> float:
-    """By nearest rank."""
+    """Return a quantile by the nearest-rank method."""
     return sorted(values)[max(0, math.ceil(len(values) * share) - 1)]
 
 
@@ -74,11 +74,11 @@ def summary(outcomes: Sequence[SeedOutcome]) -> str:
             by_kind[one.fault.kind.value].append(one.seconds)
         for stage, seconds in one.stages.items():
             by_stage[stage].append(seconds)
-    head = f"{{:24}} {'count':>6} {'p50':>8} {'p90':>8} {'p99':>8} {'most':>8}"
+    head = f"{{:24}} {'count':>6} {'p50':>8} {'p90':>8} {'p99':>8} {'max':>8}"
     missed, wrong = sum(one.missed for one in outcomes), sum(bool(one.violations) for one in outcomes)
     lines = [
         (
-            f"figure: {len(took)} faults in {len(outcomes)} seeds, {missed} more that met nobody, {wrong} seeds with "
+            f"figure: {len(took)} faults in {len(outcomes)} seeds, {missed} more without a target, {wrong} seeds with "
             f"violations; the machine's load {_range_text([one.load for one in outcomes])}"
         ),
         head.format("seconds to a new step"),
@@ -97,4 +97,4 @@ def summary(outcomes: Sequence[SeedOutcome]) -> str:
 
 def _range_text(values: Iterable[float]) -> str:
     known = sorted(values)
-    return f"{known[0]:.1f} to {known[-1]:.1f}" if known else "not known"
+    return f"{known[0]:.1f} to {known[-1]:.1f}" if known else "unknown"

@@ -1,4 +1,4 @@
-"""A job whose nodes are hosts of a network that can be cut, each with memory of its own. Needs root."""
+"""A job on network namespaces that can be cut from each other, each with its own memory. Needs root."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from tests.support.hosts import network
 PORT = 7400
 HEAD = "head"
 _ENDED = (0, 6, 7, 8)
-"""How a coordinator ends that was meant to end; any other one is started again, as whoever looks after it would."""
+"""Exit statuses of a coordinator that ended on purpose. After any other status it is restarted."""
 
 
 class HostJob(FaultJob):
-    """``elastic run --coordinator`` on every host, and ``elastic coordinator`` on one that is nothing else."""
+    """A job with ``elastic run --coordinator`` on every host and its coordinator on another host."""
 
     def __init__(self, folder: Path, plan: FaultPlan, **_: object) -> None:
         super().__init__(folder, plan)
@@ -69,7 +69,7 @@ class HostJob(FaultJob):
         self._leader = self._start_on_host(HEAD, "coordinator", *elasticity, *words)
 
     def join(self, node: str) -> None:
-        """The machine is there, or is back."""
+        """Start the command on a host, or restart it after a loss."""
         before = self._nodes.pop(node, None)
         if before is not None:
             before.kill()
@@ -100,7 +100,7 @@ class HostJob(FaultJob):
             )
 
     def finished_run(self) -> CommandRun | None:
-        """Once the coordinator has ended for good, and every host's command with it."""
+        """Return the finished run once the coordinator and every host's command have ended."""
         for name, one in list(self._nodes.items()):
             if one.poll() is not None and self._over is not None:
                 del self._nodes[name]
@@ -119,24 +119,24 @@ class HostJob(FaultJob):
 
     def lose_node(self, node: str) -> int:
         namespace = self.net.hosts[node].namespace
-        there = namespaces.processes_in(namespace)
+        pids = namespaces.processes_in(namespace)
         for number in (signal.SIGSTOP, signal.SIGKILL):
-            for pid in there:
+            for pid in pids:
                 with suppress(ProcessLookupError):
                     os.kill(pid, number)
         while namespaces.processes_in(namespace):
             time.sleep(0.01)
         self.clear_memory(node)
-        return len(there)
+        return len(pids)
 
-    def send_request(self, question: CoordinatorRequest) -> ElasticJobStatus | None:
+    def send_request(self, request: CoordinatorRequest) -> ElasticJobStatus | None:
         secret = read_secret(self._secret)
 
-        def asked() -> ElasticJobStatus:
-            return call_coordinator(f"{self._head.address}:{PORT}", question, job=JOB, secret=secret, timeout_s=5.0)
+        def call() -> ElasticJobStatus:
+            return call_coordinator(f"{self._head.address}:{PORT}", request, job=JOB, secret=secret, timeout_s=5.0)
 
         with suppress(ElasticError, OSError):
-            return namespaces.run_inside(self._head.namespace, asked)
+            return namespaces.run_inside(self._head.namespace, call)
         return None
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""A job to which faults happen: started, looked at, started again, and what it leaves. Everything here is real."""
+"""A real job under faults: its start, its processes, its diary and its leftovers."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from tests.support.s3 import ACCESS_KEY, REGION, SECRET_KEY
 TRAINER = ROOT / "tests/faults/training.py"
 CLOCK = ROOT / "tests/faults/clock"
 MARK = "FAULTS_JOB"
-"""In the environment of everything that belongs to a job: its folder."""
+"""Environment variable of all processes of a job; its value is the job's folder."""
 MEMORY_BYTES = 64 << 20
 PACE_S, AHEAD_STEPS, DURABLE_EVERY = 0.02, 40, 12
 _ENDS_S = 20.0
@@ -46,7 +46,7 @@ max_num_repeat_offenders_to_avoid: 0
 
 
 class JobProcess(NamedTuple):
-    """One of a job, as it was when it was looked for."""
+    """A process of a job, as listed in /proc."""
 
     pid: int
     started: int
@@ -56,7 +56,7 @@ class JobProcess(NamedTuple):
     command: str
 
     def signal(self, number: int) -> bool:
-        """False where it has ended; its number may be somebody else's by now."""
+        """Send a signal. Return ``False`` if the process has ended, even if another process has its number."""
         try:
             fd = os.pidfd_open(self.pid)
         except ProcessLookupError:
@@ -87,7 +87,7 @@ _ROLES = (
 
 
 def processes(mark: str) -> list[JobProcess]:
-    """All that have ``mark`` in their environment, and what they are."""
+    """List all processes that have ``mark`` in their environment, with their roles."""
     wanted, found = f"{MARK}={mark}\0".encode(), []
     for path in Path("/proc").glob("[0-9]*"):
         try:
@@ -109,11 +109,11 @@ def processes(mark: str) -> list[JobProcess]:
 
 
 class HungError(Exception):
-    """What was waited for did not happen in all the time there was."""
+    """A wait that timed out."""
 
 
 class EndedError(Exception):
-    """The job is over before it was to be."""
+    """A job that ended too early."""
 
 
 def resume_line(output: str) -> str:
@@ -124,7 +124,7 @@ def resume_line(output: str) -> str:
 
 
 class FaultJob:
-    """One job, its folder, and every start of its command."""
+    """One job with its folder and all starts of its command."""
 
     def __init__(
         self, folder: Path, plan: FaultPlan, *, durable: str = "", endpoint: str = "", own_memory: bool = False
@@ -177,7 +177,7 @@ class FaultJob:
     # -- the command --------------------------------------------------------------------------------------------------
 
     def memory(self, node: str) -> Path:
-        """What ``node`` has in memory: nothing else of it survives what happens to processes."""
+        """Return the folder with the memory of ``node``, which survives the end of its processes."""
         return self.folder / "run" / JOB / node
 
     def arena(self, node: str) -> Path:
@@ -186,7 +186,7 @@ class FaultJob:
 
     @property
     def elasticity(self) -> list[str]:
-        """How large the job may be, and how patient it is."""
+        """Return the options for the job's size and timeouts."""
         shape = self.shape
         policy = self.folder / "policy.yaml"
         policy.write_text(POLICY if shape.budget is None else "{}\n")
@@ -199,7 +199,7 @@ class FaultJob:
 
     @property
     def arguments(self) -> list[str]:
-        """Of the training."""
+        """Return the arguments of the training."""
         durable = DURABLE_EVERY if self.durable else 0
         return [str(self.diary), self.shape.how, str(self.shape.every), str(durable), str(PACE_S)]
 
@@ -219,7 +219,7 @@ class FaultJob:
         self.launcher = self.commands.start(*self.command)
 
     def join(self, node: str) -> None:
-        """The machine is back."""
+        """Let a returned machine join the job."""
         self.commands.start("join", JOB, "--node", node, "-v")
 
     @property
@@ -227,30 +227,29 @@ class FaultJob:
         return self.launcher is not None
 
     def stop(self) -> bool:
-        """SIGTERM to the command, where it runs."""
+        """Send SIGTERM to the command, and return whether it ran."""
         if self.launcher is None or self.launcher.poll() is not None:
             return False
         self.launcher.send_signal(signal.SIGTERM)
         return True
 
     def lose_node(self, node: str) -> int:
-        """The machine is gone, with all that ran on it and what was in its memory; how many processes those were."""
-        there = [one for one in self.processes(node=node) if one.role not in ("launcher", "coordinator")]
-        for one in there:
-            one.signal(signal.SIGSTOP)  # nobody says a last word
-        for one in there:
+        """Kill all processes of a node and clear its memory. Return the number of processes."""
+        running = [one for one in self.processes(node=node) if one.role not in ("launcher", "coordinator")]
+        for one in running:
+            one.signal(signal.SIGSTOP)  # no process sends a last message
+        for one in running:
             one.signal(signal.SIGKILL)
         self.clear_memory(node)
-        return len(there)
+        return len(running)
 
     def clear_memory(self, node: str) -> None:
-        """What it had in memory."""
         for path in self.memory(node).iterdir():
             shutil.rmtree(path, ignore_errors=True)
             path.unlink(missing_ok=True)
 
     def finished_run(self) -> CommandRun | None:
-        """How the command ended, once it has."""
+        """Return the finished run, or ``None`` while the command runs."""
         if self.launcher is None or self.launcher.poll() is None:
             return None
         output = self.folder / f"output-{self.commands.started.index(self.launcher)}"
@@ -260,14 +259,14 @@ class FaultJob:
         self.launcher = None
         return run
 
-    def send_request(self, question: CoordinatorRequest) -> ElasticJobStatus | None:
-        """``None`` while nobody answers."""
+    def send_request(self, request: CoordinatorRequest) -> ElasticJobStatus | None:
+        """Call the coordinator, and return ``None`` if it does not answer."""
         with contextlib.suppress(ElasticError, OSError):
             run = RunDirectory(self.folder / "run", JOB).read()
-            return call_coordinator(run.coordinator, question, job=run.job, secret=run_secret(run), timeout_s=5.0)
+            return call_coordinator(run.coordinator, request, job=run.job, secret=run_secret(run), timeout_s=5.0)
         return None
 
-    # -- how far it is ------------------------------------------------------------------------------------------------
+    # -- progress -----------------------------------------------------------------------------------------------------
 
     def set_limit(self, step: int, *, end: bool = False) -> None:
         if (step, "end" if end else "") != self._limit:
@@ -281,38 +280,38 @@ class FaultJob:
         return self._limit[0]
 
     def read_diary(self) -> None:
-        """Read what ranks have written since the last look."""
+        """Read the complete lines that ranks have written since the last call."""
         for path in sorted(self.diary.glob("*.jsonl")):
             at = self._read.get(path, 0)
             with path.open("rb") as file:
                 file.seek(at)
                 text = file.read()
-            whole = text[: text.rfind(b"\n") + 1]
-            self._read[path] = at + len(whole)
-            for line in whole.splitlines():
+            lines = text[: text.rfind(b"\n") + 1]
+            self._read[path] = at + len(lines)
+            for line in lines.splitlines():
                 self._add_line(json.loads(line))
 
     def _add_line(self, line: dict[str, Any]) -> None:
-        what = line.pop("what")
-        if what == "world":
+        kind = line.pop("what")
+        if kind == "world":
             self.worlds.append(msgspec.convert(line, RankWorld))
             self.last_world = max(self.last_world, (line["run"], line["epoch"]))
-        elif what == "step":
+        elif kind == "step":
             self.steps.append(msgspec.convert(line, RankStep))
             self.newest = max(self.newest, line["step"])
-        elif what == "safe":
+        elif kind == "safe":
             self.safe.append(msgspec.convert(line, SafeStep))
-        elif what == "sealed":
+        elif kind == "sealed":
             self.sealed.append(msgspec.convert(line, Sealed))
 
     def lines(self) -> list[str]:
-        """What its processes have said of steps that are done again."""
+        """Return the lines in outputs and logs that report repeated steps."""
         paths = [*self.folder.glob("output-*"), *(one for one in (self.folder / "logs").rglob("*") if one.is_file())]
-        said = (line for path in paths for line in path.read_text(errors="replace").splitlines())
-        return [line for line in said if names_older_step(line)]
+        lines = (line for path in paths for line in path.read_text(errors="replace").splitlines())
+        return [line for line in lines if names_older_step(line)]
 
     def newest_world_pids(self) -> set[int]:
-        """Processes that are ranks of the newest world, or were."""
+        """Return the process IDs of all ranks that were in the newest world."""
         return {one.pid for one in self.worlds if (one.run, one.epoch) == self.last_world}
 
     def processes(self, role: str = "", node: str = "") -> list[JobProcess]:
@@ -328,33 +327,33 @@ class FaultJob:
 
     # -- the end ------------------------------------------------------------------------------------------------------
 
-    def left_behind(self, within_s: float) -> list[str]:
-        """What a job that has succeeded has not taken with it."""
+    def remaining_processes(self, within_s: float) -> list[str]:
+        """Describe the processes that a successful job has not ended within some time."""
         deadline = time.monotonic() + within_s
         while True:
-            there = [one for one in self.processes() if one.role != "agent" or not self._is_of_the_machine()]
-            found = [f"process {one.pid}, a {one.role} of {one.node}: {one.command[:200]}" for one in there]
+            running = [one for one in self.processes() if one.role != "agent" or not self._may_agent_stay()]
+            found = [f"process {one.pid}, a {one.role} of {one.node}: {one.command[:200]}" for one in running]
             if not found or time.monotonic() > deadline:
                 return found
             time.sleep(0.2)
 
-    def _is_of_the_machine(self) -> bool:
-        """Whether the agent is there for others, too, and stays with what is nowhere else."""
+    def _may_agent_stay(self) -> bool:
+        """Return whether the agent serves all jobs of the machine and still holds shards."""
         return len(self.shape.names) == 1 and bool(self.remaining_memory())
 
     def remaining_memory(self) -> list[str]:
-        """What it has left in memory."""
+        """Describe the slots that remain in memory."""
         counts = {node: sum(path.is_file() for path in self.arena(node).glob("slots/*")) for node in self.shape.names}
         return [f"{count} slots of {node}" for node, count in counts.items() if count]
 
     def keep_logs(self) -> None:
-        """What agents have said, which is in memory too."""
+        """Copy the agents' logs, which are in memory, to the folder of logs."""
         for node in self.shape.names:
             for path in self.arena(node).glob("*.log"):
                 shutil.copy(path, self.folder / "logs" / f"agent-{node}-{path.name}")
 
     def close(self) -> None:
-        """End whatever is left of it."""
+        """Kill all processes of the job."""
         for one in self.commands.started:
             if one.poll() is None:
                 one.kill()
@@ -370,20 +369,20 @@ class FaultJob:
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def dump_stacks(self) -> None:
-        """Have ranks write down where they are."""
+        """Let the ranks write their stacks to their logs."""
         for one in self.processes("rank"):
             one.signal(signal.SIGUSR2)
 
 
-def wait_until(ready: Callable[[], Any], what: str, within_s: float, tick: Callable[[], None]) -> Any:
-    """``tick`` is called all the while."""
+def wait_until(ready: Callable[[], Any], goal: str, within_s: float, tick: Callable[[], None]) -> Any:
+    """Return the result of ``ready`` once it is true. Call ``tick`` while waiting."""
     deadline = time.monotonic() + within_s
     while True:
         tick()
         if found := ready():
             return found
         if time.monotonic() > deadline:
-            raise HungError(f"it did not come to {what} in {within_s:.0f} s")
+            raise HungError(f"the job did not reach {goal} within {within_s:.0f} s")
         time.sleep(0.03)
 
 
@@ -392,12 +391,12 @@ def _is_complete(ranks: dict[int, RankStep]) -> bool:
 
 
 def _state_sum(ranks: list[RankStep]) -> int | str:
-    whole = combine_checksums(RankChecksum(msgspec.convert(one.share, dict[str, ChecksumPart])) for one in ranks)
-    return f"replicas differ in {whole.diverged_names}" if whole.diverged_names else whole.value
+    total = combine_checksums(RankChecksum(msgspec.convert(one.share, dict[str, ChecksumPart])) for one in ranks)
+    return f"replicas differ in {total.diverged_names}" if total.diverged_names else total.value
 
 
 def mount(place: Path) -> None:
-    """Memory of its own, which can be filled up without taking any from others."""
+    """Mount a tmpfs of limited size, which can be filled without using up the machine's memory."""
     for folder in (place.parent.parent, place.parent, place):
         folder.mkdir(mode=0o700, exist_ok=True)
     options = f"size={MEMORY_BYTES},mode=0700"
@@ -409,12 +408,12 @@ def unmount(place: Path) -> None:
         if not place.is_mount():
             return
         if subprocess.run(["umount", str(place)], capture_output=True, timeout=200).returncode:
-            time.sleep(0.1)  # a process that was killed lets go of its files a moment later
+            time.sleep(0.1)  # a killed process closes its files a moment later
     subprocess.run(["umount", "-l", str(place)], check=False, timeout=200)
 
 
 def unmount_leftovers(prefix: str) -> None:
-    """What drivers that were killed have left mounted: ``PREFIX-PID-...`` in the path says whose it was."""
+    """Unmount what killed drivers left mounted. A path names its driver as ``PREFIX-PID-...``."""
     for line in Path("/proc/mounts").read_text().splitlines():
         place = line.split()[1]
         owner = re.search(rf"/{re.escape(prefix)}-(\d+)-", place)

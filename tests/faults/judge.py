@@ -1,4 +1,4 @@
-"""What must hold of a job whatever happened to it, judged from what its ranks and its driver wrote down. Pure."""
+"""The rules of a correct job under faults, checked against the records of its ranks and its driver."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ import msgspec
 
 from tests.faults.schedule import FaultKind
 
-WHOLE = re.compile(r"resumes (?:it )?from:? step (\d+)")
+RESUME_STEP = re.compile(r"resumes (?:it )?from:? step (\d+)")
 FINISHED, STOPPED, JOB_FAILED = 0, 7, 8
 BITS = ("loss", "norm", "rate")
 AWAY_S = 60.0
-"""So long after it can be had again a node's memory may still be out of reach: others have to notice it first."""
+"""Seconds after the end of a fault until other nodes must be able to read a node's memory again."""
 
 
 class RankWorld(msgspec.Struct, frozen=True):
-    """What one rank said as it began to train in a world."""
+    """The record of one rank that begins to train in a world."""
 
     run: int
     epoch: int
@@ -33,7 +33,7 @@ class RankWorld(msgspec.Struct, frozen=True):
 
 
 class RankStep(msgspec.Struct, frozen=True):
-    """What one rank said of one step."""
+    """The record of one rank for one step."""
 
     run: int
     epoch: int
@@ -47,11 +47,11 @@ class RankStep(msgspec.Struct, frozen=True):
     rate: str
     samples: list[int]
     share: Any = None
-    """Its part of the state's checksum."""
+    """The rank's part of the state's checksum."""
 
 
 class SafeStep(msgspec.Struct, frozen=True):
-    """One rank was told that its part of a step is kept so often; 0 copies: that the step is in the durable tier."""
+    """The acknowledgment to one rank that its part of a step is replicated, or that the step is durable."""
 
     run: int
     epoch: int
@@ -60,10 +60,11 @@ class SafeStep(msgspec.Struct, frozen=True):
     at: float
     step: int
     copies: int
+    """Number of copies in memory; 0 if the step is in the durable tier."""
 
 
 class Sealed(msgspec.Struct, frozen=True):
-    """One rank has sealed its part of a step, for this incarnation."""
+    """The record of one rank that has sealed its part of a step, with its incarnation."""
 
     run: int
     epoch: int
@@ -77,25 +78,25 @@ class Sealed(msgspec.Struct, frozen=True):
 
 
 class AppliedFault(msgspec.Struct, frozen=True):
-    """What was done to the job. Times are seconds since 1970."""
+    """A fault that was applied to the job, with its times in seconds since 1970."""
 
     number: int
     kind: FaultKind
     at: float
     until: float
-    """When what was stopped, cut or away could work again; ``at`` for what happens once."""
+    """When a stop, a cut or an outage ended; ``at`` for a fault without duration."""
     node: str = ""
     words: str = ""
     run: int = 0
     step: int = -1
-    """The newest one that had been done."""
+    """The newest step of the job before the fault."""
 
 
 class CommandRun(msgspec.Struct, frozen=True):
     """One start of the command."""
 
     status: int | None
-    """``None``: the driver ended it."""
+    """Exit status, or ``None`` if the driver ended the command."""
     words: str
     began: float
     ended: float
@@ -108,23 +109,22 @@ class Evidence(msgspec.Struct, frozen=True):
     faults: Sequence[AppliedFault]
     runs: Sequence[CommandRun]
     sums: Mapping[tuple[int, int, int], int | str]
-    """The checksum of the state after a step of which all ranks have spoken, by (run, epoch, step); words where their
-    shares do not make one."""
+    """Checksums by (run, epoch, step) for steps that all ranks recorded; a message if replicas differ."""
     sealed: Sequence[Sealed] = ()
     lines: Sequence[str] = ()
-    """The lines of the outputs and logs that name a step to continue from."""
+    """Lines of the outputs and logs that report repeated steps."""
     final: int = 0
-    """So many steps were to be done."""
+    """Number of steps that the job had to complete."""
     left: Sequence[str] = ()
-    """Processes that are there although the job has succeeded."""
+    """Processes that remain after the job has succeeded."""
     kept: Sequence[str] = ()
-    """Nodes that have something in memory then."""
+    """Nodes that still have slots in memory after the job has succeeded."""
     hung: str = ""
-    """What it had not come to in all the time it was given."""
+    """The goal that the job did not reach in time; empty if it did not hang."""
 
 
 class ReferenceStep(msgspec.Struct, frozen=True):
-    """A step of the run that nothing happened to."""
+    """A step of the undisturbed run."""
 
     loss: str
     norm: str
@@ -139,7 +139,7 @@ class Violation(msgspec.Struct, frozen=True):
 
 
 def judge(evidence: Evidence, known: Sequence[ReferenceStep], epoch_of_data: int) -> list[Violation]:
-    """All that does not hold. ``epoch_of_data``: so many samples there are."""
+    """Return all violations of the rules. A data epoch has ``epoch_of_data`` samples."""
     rules = (hangs, endings, leftovers, worlds_hold, bits, samples, acknowledged, incarnations, redone, graceful_stops)
     return [
         Violation(rule.__name__.replace("_", " "), words)
@@ -148,7 +148,7 @@ def judge(evidence: Evidence, known: Sequence[ReferenceStep], epoch_of_data: int
     ]
 
 
-# -- how it ended ------------------------------------------------------------------------------------------------------
+# -- end of the job ----------------------------------------------------------------------------------------------------
 
 
 def hangs(evidence: Evidence, _known: Sequence[ReferenceStep], _samples: int) -> Iterator[str]:
@@ -157,7 +157,7 @@ def hangs(evidence: Evidence, _known: Sequence[ReferenceStep], _samples: int) ->
 
 
 def endings(evidence: Evidence, _known: Sequence[ReferenceStep], _samples: int) -> Iterator[str]:
-    """Success, or words from which the next start can be told."""
+    """Check that the job succeeds or names the step to resume from."""
     for number, run in enumerate(evidence.runs):
         if run.status is None:
             continue
@@ -166,15 +166,16 @@ def endings(evidence: Evidence, _known: Sequence[ReferenceStep], _samples: int) 
         elif run.status != FINISHED:
             yield from _find_wrong_resume(evidence, number, run)
     if evidence.runs and evidence.runs[-1].status not in (FINISHED, None):
-        yield f"it was not started again after {evidence.runs[-1].words}"
+        yield f"the job was not restarted after: {evidence.runs[-1].words}"
 
 
 def _find_wrong_resume(evidence: Evidence, number: int, run: CommandRun) -> Iterator[str]:
-    kept = [step for step, _, at in _safe_steps(evidence) if at < run.ended]
-    found = WHOLE.search(run.words)
+    acknowledged_steps = [step for step, _, at in _safe_steps(evidence) if at < run.ended]
+    found = RESUME_STEP.search(run.words)
     if found is None:
-        if kept:
-            yield f"start {number} names no step to go on from, step {max(kept)} was safe: {run.words}"
+        if acknowledged_steps:
+            newest = max(acknowledged_steps)
+            yield f"start {number} names no step to resume from, although step {newest} was acknowledged: {run.words}"
         return
     firsts = {
         one.first
@@ -183,11 +184,11 @@ def _find_wrong_resume(evidence: Evidence, number: int, run: CommandRun) -> Iter
     }
     named = int(found[1])
     if firsts and firsts != {named + 1} and not _is_disturbed(evidence, run):
-        yield f"start {number} ended with {found[0]}, and the next one went on at {sorted(firsts)}"
+        yield f"start {number} ended with '{found[0]}', but the next one began at step {sorted(firsts)}"
 
 
 def _is_disturbed(evidence: Evidence, run: CommandRun) -> bool:
-    """Return whether memory was out of reach at about the time when a start ended."""
+    """Return whether the memory of a node was unavailable around the end of a run."""
     return any(
         since < run.ended + AWAY_S and until > run.ended - AWAY_S
         for fault in evidence.faults
@@ -200,17 +201,17 @@ def _first_epoch(evidence: Evidence, run: int) -> int:
 
 
 def leftovers(evidence: Evidence, _known: Sequence[ReferenceStep], _samples: int) -> Iterator[str]:
-    """Processes, and memory whose newest step is in the durable tier; a newer one that is nowhere else has to stay."""
-    yield from (f"left behind: {one}" for one in evidence.left)
+    """Check that no process remains, and no shard either if the last step is durable."""
+    yield from (f"not ended: {one}" for one in evidence.left)
     if evidence.kept and any(one.copies == 0 and one.step == evidence.final - 1 for one in evidence.safe):
-        yield f"the last step is durable, and it is in memory still: {', '.join(evidence.kept)}"
+        yield f"the last step is durable, but shards remain in memory: {', '.join(evidence.kept)}"
 
 
-# -- what was learned --------------------------------------------------------------------------------------------------
+# -- training results --------------------------------------------------------------------------------------------------
 
 
 def worlds_hold(evidence: Evidence, _known: Sequence[ReferenceStep], _samples: int) -> Iterator[str]:
-    """All ranks of a world begin with one step, each is one process, and none of them leaves a step out."""
+    """Check that the ranks of a world begin at one step, are one process each, and skip no step."""
     places: dict[tuple[int, int, int], RankWorld] = {}
     for world in evidence.worlds:
         place = world.run, world.epoch, world.rank
@@ -221,7 +222,7 @@ def worlds_hold(evidence: Evidence, _known: Sequence[ReferenceStep], _samples: i
         firsts[world.run, world.epoch].add(world.first)
     for key, found in sorted(firsts.items()):
         if len(found) > 1:
-            yield f"ranks of world {key} went on at different steps: {sorted(found)}"
+            yield f"the ranks of world {key} began at different steps: {sorted(found)}"
     done = defaultdict(list)
     for step in evidence.steps:
         done[step.run, step.epoch, step.rank].append(step.step)
@@ -229,7 +230,7 @@ def worlds_hold(evidence: Evidence, _known: Sequence[ReferenceStep], _samples: i
     for key in sorted(firsts):
         first = min(firsts[key])
         if first > reached + 1:
-            yield f"world {key} went on at step {first}, and nobody had come beyond {reached}"
+            yield f"world {key} began at step {first}, but the newest step of any rank was {reached}"
         for place in sorted(one for one in done if one[:2] == key):
             if done[place] != [*range(first, first + len(done[place]))]:
                 yield f"rank {place[2]} of world {key} began at {first} and did {_summarize_steps(done[place])}"
@@ -237,35 +238,35 @@ def worlds_hold(evidence: Evidence, _known: Sequence[ReferenceStep], _samples: i
 
 
 def bits(evidence: Evidence, known: Sequence[ReferenceStep], _samples: int) -> Iterator[str]:
-    """Whatever any rank said of a step is what the undisturbed run says of it."""
+    """Check that every rank's results of every step equal those of the undisturbed run."""
     for step in evidence.steps:
         if step.step >= len(known):
-            yield f"step {step.step} is beyond the undisturbed run of {len(known)} steps: nothing to compare it with"
+            yield f"step {step.step} cannot be compared: the undisturbed run has {len(known)} steps"
             return
-        right = known[step.step]
+        expected = known[step.step]
         for name in BITS:
-            if getattr(step, name) != getattr(right, name):
-                said = f"rank {step.rank} of world {step.run, step.epoch}"
-                yield f"{name} of step {step.step} ({said}) is {getattr(step, name)}, not {getattr(right, name)}"
+            if getattr(step, name) != getattr(expected, name):
+                rank = f"rank {step.rank} of world {step.run, step.epoch}"
+                yield f"{name} of step {step.step} ({rank}) is {getattr(step, name)}, not {getattr(expected, name)}"
     for (run, epoch, number), found in sorted(evidence.sums.items()):
         if number < len(known) and found != known[number].sum:
-            yield f"the state after step {number} (world {run, epoch}) is not the undisturbed run's: {found}"
+            yield f"the state after step {number} (world {run, epoch}) differs from the undisturbed run: {found}"
 
 
 def samples(evidence: Evidence, known: Sequence[ReferenceStep], epoch_of_data: int) -> Iterator[str]:
-    """Every sample once in each epoch of the data, and none left out of the steps that count."""
+    """Check that the final run of each step reads the right samples, each once per data epoch."""
     last: dict[int, tuple[int, int]] = {}
-    said = defaultdict(list)
+    records = defaultdict(list)
     for step in evidence.steps:
         world = step.run, step.epoch
-        said[world, step.step].append(step)
+        records[world, step.step].append(step)
         last[step.step] = max(last.get(step.step, (-1, -1)), world)
     taken: list[int] = []
     for number in range(min(evidence.final, len(known))):
         if number not in last:
-            yield f"nobody did step {number}"
+            yield f"no rank did step {number}"
             return
-        ranks = sorted(said[last[number], number], key=lambda one: one.rank)
+        ranks = sorted(records[last[number], number], key=lambda one: one.rank)
         mine = [index for one in ranks for index in one.samples]
         if len(ranks) < ranks[0].size and _was_last(evidence, last[number], number):
             mine = known[number].samples if set(mine) <= set(known[number].samples) else mine
@@ -275,26 +276,26 @@ def samples(evidence: Evidence, known: Sequence[ReferenceStep], epoch_of_data: i
     for first in range(0, len(taken), epoch_of_data):
         part = taken[first : first + epoch_of_data]
         if len(set(part)) != len(part):
-            yield f"samples {first} to {first + len(part)} of the order have one twice"
+            yield f"samples {first} to {first + len(part)} of the order include a sample twice"
 
 
 def _was_last(evidence: Evidence, world: tuple[int, int], number: int) -> bool:
-    """Whether a rank that is missing in a step's lines may have ended before it could write: nobody did more there."""
+    """Return whether a step is a world's last, whose record a killed rank may not have written."""
     return not any((one.run, one.epoch) == world and one.step > number for one in evidence.steps)
 
 
-# -- what was safe -----------------------------------------------------------------------------------------------------
+# -- acknowledged steps ------------------------------------------------------------------------------------------------
 
 
 def acknowledged(evidence: Evidence, _known: Sequence[ReferenceStep], _samples: int) -> Iterator[str]:
-    """No world goes on from before a step that was said to be safe, unless faults took every copy of it."""
+    """Check that worlds resume behind every acknowledged step, unless faults destroyed all its copies."""
     begun: dict[tuple[int, int], tuple[float, int]] = {}
     for world in evidence.worlds:
         key = world.run, world.epoch
         begun[key] = min(begun.get(key, (world.at, world.first)), (world.at, world.first))
     done = {(one.run, one.epoch, one.step): one.at for one in reversed(evidence.steps)}
     forgiven: list[tuple[float, int]] = []
-    """When worlds had to go on, and at which step: later ones of the time before are gone for good."""
+    """Time and first step of worlds that had to repeat steps. Later steps of earlier worlds are excused."""
     for key, (at, first) in sorted(begun.items()):
         lost = False
         for step, copies, since, world in _safe_in_worlds(evidence):
@@ -307,7 +308,7 @@ def acknowledged(evidence: Evidence, _known: Sequence[ReferenceStep], _samples: 
                 lost = True
                 continue
             where = f"{copies} copies" if copies else "the durable tier"
-            yield f"step {step} was safe in {where} (world {world}), and world {key} went on at step {first}"
+            yield f"step {step} was acknowledged in {where} (world {world}), but world {key} began at step {first}"
         if lost:
             forgiven.append((at, first))
 
@@ -317,15 +318,15 @@ def _safe_steps(evidence: Evidence) -> list[tuple[int, int, float]]:
 
 
 def _safe_in_worlds(evidence: Evidence) -> list[tuple[int, int, float, tuple[int, int]]]:
-    """Steps of which every rank's part was acknowledged: step, copies, since when, in which world."""
+    """Return step, copies, time and world of every step that is durable or acknowledged to all ranks."""
     found = defaultdict(list)
     for one in evidence.safe:
         found[one.run, one.epoch, one.step, one.copies].append(one)
-    whole = []
-    for (run, epoch, step, copies), said in found.items():
-        if copies == 0 or {one.rank for one in said} == set(range(said[0].size)):
-            whole.append((step, copies, max(one.at for one in said), (run, epoch)))
-    return sorted(whole, key=lambda one: one[2])
+    complete = []
+    for (run, epoch, step, copies), records in found.items():
+        if copies == 0 or {one.rank for one in records} == set(range(records[0].size)):
+            complete.append((step, copies, max(one.at for one in records), (run, epoch)))
+    return sorted(complete, key=lambda one: one[2])
 
 
 def _all_taken(evidence: Evidence, copies: int, since: float, until: float) -> bool:
@@ -340,11 +341,11 @@ def _all_taken(evidence: Evidence, copies: int, since: float, until: float) -> b
     return len(nodes) >= copies
 
 
-# -- one history -------------------------------------------------------------------------------------------------------
+# -- incarnations and repeated steps -----------------------------------------------------------------------------------
 
 
 def incarnations(evidence: Evidence, _known: Sequence[ReferenceStep], _samples: int) -> Iterator[str]:
-    """No two incarnations share a number, and the incarnations of a later world have greater ones."""
+    """Check that incarnations have different numbers, and greater ones in later worlds."""
     names: dict[int, str] = {}
     worlds: dict[tuple[int, int], set[int]] = defaultdict(set)
     for one in evidence.sealed:
@@ -357,19 +358,19 @@ def incarnations(evidence: Evidence, _known: Sequence[ReferenceStep], _samples: 
 
 
 def redone(evidence: Evidence, _known: Sequence[ReferenceStep], _samples: int) -> Iterator[str]:
-    """No step that all ranks of a world sealed is done again without a line that says so."""
+    """Check that a log line announces every repetition of a step that all ranks sealed."""
     sealed, newest = _sealed_in_worlds(evidence), -1
     for key in sorted({(one.run, one.epoch) for one in evidence.worlds}):
         first = min(one.first for one in evidence.worlds if (one.run, one.epoch) == key)
         if first <= newest:
             if not _is_announced(evidence, key, first, newest):
-                yield f"world {key} does step {first} again, step {newest} was sealed, and no line says so"
+                yield f"world {key} repeats step {first} although step {newest} was sealed, and no line reports it"
             newest = first - 1
         newest = max(newest, sealed.get(key, -1))
 
 
 def graceful_stops(evidence: Evidence, _known: Sequence[ReferenceStep], _samples: int) -> Iterator[str]:
-    """The start after a graceful stop continues behind everything that the stopped one sealed."""
+    """Check that the run after a graceful stop resumes after the newest sealed step."""
     sealed = _sealed_in_worlds(evidence)
     for number, run in enumerate(evidence.runs):
         if run.status != STOPPED or _INCOMPLETE in run.words or _is_disturbed(evidence, run):
@@ -382,7 +383,7 @@ def graceful_stops(evidence: Evidence, _known: Sequence[ReferenceStep], _samples
             if (one.run, one.epoch) == (number + 1, _first_epoch(evidence, number + 1))
         ]
         if later and min(later) <= newest:
-            yield f"start {number} sealed step {newest} and stopped, and the next one went on at {min(later)}"
+            yield f"start {number} sealed step {newest} and stopped, but the next one began at step {min(later)}"
 
 
 _INCOMPLETE = "not all was saved"
@@ -397,25 +398,25 @@ FROM_NOTHING = "starts from nothing"
 
 
 def names_older_step(line: str) -> bool:
-    """Return whether a line says that steps are done again."""
+    """Return whether a line reports repeated steps."""
     return FROM_NOTHING in line or any(pattern.search(line) for pattern in _ANNOUNCED)
 
 
 def _is_announced(evidence: Evidence, world: tuple[int, int], first: int, newest: int) -> bool:
     run, epoch = world
     if run and epoch == _first_epoch(evidence, run):
-        found = WHOLE.search(evidence.runs[run - 1].words)
+        found = RESUME_STEP.search(evidence.runs[run - 1].words)
         if found is not None and int(found[1]) == first - 1:
             return True
     if first == 0 and any(FROM_NOTHING in line for line in evidence.lines):
         return True
     found_in = (pattern.search(line) for line in evidence.lines for pattern in _ANNOUNCED)
-    said = ((int(one[1]), int(one[2])) for one in found_in if one is not None)
-    return any(restored == first - 1 and restored + again >= newest for restored, again in said)
+    reported = ((int(one[1]), int(one[2])) for one in found_in if one is not None)
+    return any(restored == first - 1 and restored + again >= newest for restored, again in reported)
 
 
 def _sealed_in_worlds(evidence: Evidence) -> dict[tuple[int, int], int]:
-    """The newest step that all ranks of each world have sealed."""
+    """Return the newest step of each world that all its ranks have sealed."""
     newest: dict[tuple[int, int], dict[int, int]] = defaultdict(dict)
     sizes = {(one.run, one.epoch): one.size for one in evidence.sealed}
     for one in evidence.sealed:
@@ -424,27 +425,27 @@ def _sealed_in_worlds(evidence: Evidence) -> dict[tuple[int, int], int]:
     return {key: min(ranks.values()) for key, ranks in newest.items() if len(ranks) == sizes[key]}
 
 
-# -- what faults take --------------------------------------------------------------------------------------------------
+# -- effects of faults -------------------------------------------------------------------------------------------------
 
-_TAKES = (FaultKind.NODE_LOST, FaultKind.MEMORY_FLIPPED, FaultKind.MEMORY_TRUNCATED)
+_DESTROYS = (FaultKind.NODE_LOST, FaultKind.MEMORY_FLIPPED, FaultKind.MEMORY_TRUNCATED)
 _HIDES = (FaultKind.AGENT_STOPPED, FaultKind.NODE_PAUSED, FaultKind.CUT, FaultKind.CUT_ONE_WAY, FaultKind.UNPLUGGED)
-_LEAVES_ALONE = (FaultKind.SUPERVISOR_KILLED, FaultKind.SUPERVISOR_STOPPED)
+_STOPS_SUPERVISION = (FaultKind.SUPERVISOR_KILLED, FaultKind.SUPERVISOR_STOPPED)
 
 
 def memory_outages(faults: Sequence[AppliedFault]) -> list[tuple[str, float, float]]:
-    """Which node's memory could not be had, or not be used, between when and when.
+    """Return node, start and end of each time in which a node's memory was lost or unavailable.
 
-    A killed agent is started again over the memory that it had, where a supervisor or a rank is there that does it.
+    A supervisor or a rank restarts a killed agent over its memory, so only an agent without a supervisor counts.
     """
     found = []
     for fault in faults:
-        if fault.kind in _TAKES:
+        if fault.kind in _DESTROYS:
             found.append((fault.node, fault.at, max(fault.at, fault.until)))
         elif fault.kind in _HIDES:
             found.extend((node, fault.at, fault.until + AWAY_S) for node in fault.node.split(",") if node)
         elif fault.kind is FaultKind.AGENT_KILLED:
             for other in faults:
-                alone = other.kind in _LEAVES_ALONE and other.node == fault.node
+                alone = other.kind in _STOPS_SUPERVISION and other.node == fault.node
                 if alone and other.at <= fault.until + AWAY_S and fault.at <= other.until + AWAY_S:
                     found.append((fault.node, min(fault.at, other.at), max(fault.until, other.until) + AWAY_S))
     return found

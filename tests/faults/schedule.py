@@ -1,4 +1,4 @@
-"""What a seed stands for: a job, and the faults that are to happen to it. Pure."""
+"""The plan of a seed: a job and its faults."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ NEVER = math.inf
 
 
 class FaultKind(enum.Enum):
-    """What happens. Values are what is printed."""
+    """The kinds of faults. Values are printed."""
 
     RANK_KILLED = "rank killed"
     RANK_STOPPED = "rank stopped"
@@ -48,24 +48,26 @@ class FaultKind(enum.Enum):
 _ON_HOSTS = (FaultKind.CUT, FaultKind.CUT_ONE_WAY, FaultKind.UNPLUGGED)
 _OF_DURABLE = (FaultKind.DURABLE_SLOW, FaultKind.DURABLE_DEAD, FaultKind.DURABLE_ERRORS)
 _NOT_ON_HOSTS = (FaultKind.CLOCK_SET, FaultKind.JOB_STOPPED, *_OF_DURABLE)
-"""Clocks, stores and stops are what one machine shows as well."""
+"""Faults that jobs on one machine cover."""
 _FOR_EVER = {
     FaultKind.RANK_STOPPED: 0.5,
     FaultKind.SPARE_STOPPED: 0.5,
     FaultKind.AGENT_STOPPED: 0.3,
     FaultKind.SUPERVISOR_STOPPED: 0.3,
 }
-"""How often what is stopped is never let go on. Nobody takes over from a coordinator or a store that only stands still:
-those go on after a while."""
+"""Share of the stopped processes that never continue.
+
+A stopped coordinator or store always continues, because no other process replaces it.
+"""
 _PAUSES_S = (5.0, 10.0, 20.0, 30.0)
 _CALM_STEPS = 40
 
 
 class JobShape(msgspec.Struct, frozen=True):
-    """The job."""
+    """The size and the options of a job."""
 
     nodes: int
-    """At most in the world."""
+    """Most nodes in a world."""
     spare_nodes: int
     nproc: int
     spares: int
@@ -74,7 +76,7 @@ class JobShape(msgspec.Struct, frozen=True):
     durable: str = ""
     """``directory`` or ``s3``; "" for none."""
     budget: int | None = None
-    """Restarts after which the job fails; ``None``: no limit."""
+    """Restarts after which the job fails; ``None`` for no limit."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -82,12 +84,13 @@ class JobShape(msgspec.Struct, frozen=True):
 
 
 class PlannedFault(msgspec.Struct, frozen=True):
-    """A fault to come. ``pick`` chooses among those it can happen to at that moment: from 0 to 1."""
+    """A planned fault."""
 
     kind: FaultKind
     after_steps: int
-    """That the job has done since it recovered from the one before; -1: within 50 ms of that."""
+    """Steps after the recovery from the fault before; -1 for at most 50 ms after that fault."""
     pick: float
+    """Choice of the target among those available at that time, from 0 to 1."""
     other: float
     lasts_s: float = 0.0
 
@@ -97,15 +100,15 @@ class FaultPlan(msgspec.Struct, frozen=True):
     shape: JobShape
     faults: tuple[PlannedFault, ...]
     clocks: bool = False
-    """Whether every node has a clock of its own that may be set."""
+    """Whether the job runs with a clock that can be set."""
 
 
 def make_plan(seed: int, *, hosts: bool = False, full: bool = True, faults: int = 6) -> FaultPlan:
-    """The same one for the same arguments. ``full``: nodes have memory of their own that may be filled up."""
+    """Derive the plan from a seed. With ``full``, faults may fill up a node's memory."""
     chance = random.Random(f"{seed} {hosts}")
     shape = _random_shape(chance, hosts=hosts)
     kinds = [kind for kind in FaultKind if _is_possible(kind, shape, hosts=hosts, full=full)]
-    swarm = chance.sample(kinds, chance.randint(2, max(2, len(kinds) // 2)))  # few kinds often, and together
+    swarm = chance.sample(kinds, chance.randint(2, max(2, len(kinds) // 2)))  # few kinds, often and together
     planned = [_random_faults(chance, chance.choice(swarm)) for _ in range(faults)]
     planned[0] = msgspec.structs.replace(planned[0], after_steps=max(1, planned[0].after_steps))
     return FaultPlan(seed, shape, tuple(planned), clocks=FaultKind.CLOCK_SET in swarm)

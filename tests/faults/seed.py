@@ -1,4 +1,4 @@
-"""One seed from beginning to end: its job is started, faults happen, it is brought to its end, and judged."""
+"""The run of one seed: the job starts, faults are applied, the job ends and is judged."""
 
 from __future__ import annotations
 
@@ -29,24 +29,23 @@ from tieredckpt.goodput import analyse
 from tieredckpt.goodput.analysis_result import TimeCategory, TimeInterval
 
 PREFIX = "faults-test"
-ELSE = "not on a way"
-"""Before anybody noticed, and in steps."""
-_BORNE_STEPS = 3
-"""After what no world has to end for, so many more steps are seen before anything else happens."""
+ELSE = "detection and steps"
+"""Stage of the seconds outside a recovery: until the fault is detected, and in training steps."""
+_CALM_STEPS = 3
+"""New steps to wait for after the last fault."""
 _MOST_STARTS = 12
 _TOGETHER_S = 0.05
 _LEFT_S = 60.0
 
 
 class FaultTiming(msgspec.Struct, frozen=True):
-    """One fault, and how the job came out of it."""
+    """One fault and the time of the recovery."""
 
     fault: AppliedFault
     seconds: float | None
-    """Until the first step that nobody had done before it; ``None`` where none came any more, or the job was stopped.
-    """
+    """Seconds until the first new step; ``None`` without a new step or for a stopped job."""
     stages: dict[str, float] = {}
-    """What those seconds were spent on, as the ledger has it; with a clock that was set there is none."""
+    """Seconds of the recovery by stage, according to the event log. Empty if the seed sets clocks."""
 
 
 class SeedOutcome(msgspec.Struct, frozen=True):
@@ -54,21 +53,21 @@ class SeedOutcome(msgspec.Struct, frozen=True):
     shape: JobShape
     took: tuple[FaultTiming, ...]
     missed: int
-    """Faults for which nobody was there when they were due."""
+    """Faults that had no target when they were due."""
     violations: tuple[Violation, ...]
     seconds: float
     load: float
-    """Of the machine, over the last minute of it."""
+    """The machine's load average over the last minute."""
     hosts: bool = False
     folder: str = ""
-    """Where all of it is, where something was wrong."""
+    """Folder of the job, which is kept if the job broke a rule."""
 
 
-Tell = Callable[[str], None]
+Log = Callable[[str], None]
 
 
 def reference_steps(steps: int, within_s: float) -> list[ReferenceStep]:
-    """What one rank alone learns in so many steps."""
+    """Train one rank for a number of steps without faults, and return the results of each step."""
     shape = JobShape(1, 0, 1, 0, "ddp", 20)
     folder = Path(tempfile.mkdtemp(prefix=process_prefix("faults")))
     job = FaultJob(folder, FaultPlan(-1, shape, ()))
@@ -79,12 +78,12 @@ def reference_steps(steps: int, within_s: float) -> list[ReferenceStep]:
         job.read_diary()
         sums = job.step_sums()
         if run.status != 0 or len(job.steps) != steps or not all(isinstance(one, int) for one in sums.values()):
-            raise RuntimeError(f"the undisturbed run ended with {run.status}: {run.words}; see {folder}")
+            raise RuntimeError(f"The undisturbed run ended with status {run.status}: {run.words}. See {folder}.")
         order = [int(index) for index in SampleOrder(SAMPLES, SEED, "full").indices(0, steps * BATCH)]
         known = []
         for one in sorted(job.steps, key=lambda one: one.step):
             if one.samples != order[one.step * BATCH : (one.step + 1) * BATCH]:
-                raise RuntimeError(f"the undisturbed run did not take its samples in order; see {folder}")
+                raise RuntimeError(f"The undisturbed run did not read its samples in order. See {folder}.")
             known.append(
                 ReferenceStep(one.loss, one.norm, one.rate, int(sums[one.run, one.epoch, one.step]), one.samples)
             )
@@ -95,18 +94,18 @@ def reference_steps(steps: int, within_s: float) -> list[ReferenceStep]:
 
 
 class FaultRun:
-    """A job while faults happen to it."""
+    """A job and the faults applied to it."""
 
     def __init__(
-        self, job: FaultJob, known: Sequence[ReferenceStep], proxy: FaultProxy | None, patience_s: float, tell: Tell
+        self, job: FaultJob, known: Sequence[ReferenceStep], proxy: FaultProxy | None, patience_s: float, log: Log
     ):
-        self.job, self.known, self.proxy, self.patience_s, self.tell = job, known, proxy, patience_s, tell
-        self.struck: list[tuple[ActiveFault, int, int]] = []
+        self.job, self.known, self.proxy, self.patience_s, self.log = job, known, proxy, patience_s, log
+        self.applied: list[tuple[ActiveFault, int, int]] = []
         self.missed = 0
         self.final = 0
 
     def run(self) -> str:
-        """What it hung in; "" where it came to its end."""
+        """Run the job with its faults. Return where it hung, or "" if it ended."""
         try:
             self.job.start()
             self._wait_until(lambda: self.job.newest >= 1, "its first steps")
@@ -114,32 +113,32 @@ class FaultRun:
                 if planned.after_steps < 0:
                     time.sleep(planned.other * _TOGETHER_S)
                 else:
-                    self._recovered(planned.after_steps)
+                    self._wait_for_new_steps(planned.after_steps)
                 if self.job.limit >= len(self.known) - 2 * AHEAD_STEPS:
                     break
-                self._strike(planned)
-            self._recovered(_BORNE_STEPS)
-            for struck, _, _ in self.struck:
-                struck.end()
-            self._recovered(_BORNE_STEPS)
+                self._apply(planned)
+            self._wait_for_new_steps(_CALM_STEPS)
+            for fault, _, _ in self.applied:
+                fault.end()
+            self._wait_for_new_steps(_CALM_STEPS)
             self._finish()
         except HungError as hung:
             self.job.dump_stacks()
-            return f"{hung}; it had come to step {self.job.newest}"
+            return f"{hung}; its newest step was {self.job.newest}"
         return ""
 
-    def _strike(self, planned: PlannedFault) -> None:
-        struck = apply_fault(self.job, planned, self.proxy)
-        if struck is None:
+    def _apply(self, planned: PlannedFault) -> None:
+        fault = apply_fault(self.job, planned, self.proxy)
+        if fault is None:
             self.missed += 1
             return
         self.job.read_diary()
-        self.struck.append((struck, len(self.job.runs), self.job.newest))
-        self.tell(f"  {struck.kind.value}: {struck.words}, step {self.job.newest}")
+        self.applied.append((fault, len(self.job.runs), self.job.newest))
+        self.log(f"  {fault.kind.value}: {fault.words}, step {self.job.newest}")
 
-    def _recovered(self, more: int) -> None:
-        """A step that nobody had done before the last fault, and some more."""
-        before = max((newest for _, _, newest in self.struck), default=-1)
+    def _wait_for_new_steps(self, more: int) -> None:
+        """Wait for the first step after the newest one before a fault, and some more."""
+        before = max((newest for _, _, newest in self.applied), default=-1)
         self._wait_until(lambda: self.job.newest >= before + 1 + more, f"step {before + 1 + more}")
 
     def _finish(self) -> None:
@@ -147,21 +146,21 @@ class FaultRun:
         self.job.set_limit(self.final, end=True)
         self._wait_until(lambda: not self.job.is_running, f"its end at step {self.final}", ending=True)
 
-    def _wait_until(self, ready: Callable[[], object], what: str, *, ending: bool = False) -> None:
-        wait_until(ready, what, self.patience_s, lambda: self._tick(ending=ending))
+    def _wait_until(self, ready: Callable[[], object], goal: str, *, ending: bool = False) -> None:
+        wait_until(ready, goal, self.patience_s, lambda: self._tick(ending=ending))
 
     def _tick(self, *, ending: bool) -> None:
         job = self.job
         job.read_diary()
         if not ending:
             job.set_limit(min(max(job.limit, job.newest + AHEAD_STEPS), len(self.known)))
-        for struck, _, _ in self.struck:
-            if struck.due <= time.time():
-                struck.end()
+        for fault, _, _ in self.applied:
+            if fault.due <= time.time():
+                fault.end()
         run = job.finished_run()
         if run is None:
             return
-        self.tell(f"  the command ended with {run.status}: {run.words[:200]}")
+        self.log(f"  the command ended with status {run.status}: {run.words[:200]}")
         if run.status in (7, 8) and len(job.runs) < _MOST_STARTS:
             job.start()
         elif not (ending and run.status == 0):
@@ -174,7 +173,7 @@ def run_seed(
     *,
     proxy: FaultProxy | None,
     patience_s: float,
-    tell: Tell,
+    log: Log,
     hosts: bool = False,
 ) -> SeedOutcome:
     began = time.time()
@@ -185,15 +184,15 @@ def run_seed(
     else:
         endpoint = proxy.endpoint if proxy is not None else ""
         job = FaultJob(folder, plan, durable=durable, endpoint=endpoint, own_memory=os.getuid() == 0)
-    one = FaultRun(job, known, proxy, patience_s, tell)
+    one = FaultRun(job, known, proxy, patience_s, log)
     hung, left, keep = "", [], True
     try:
         with contextlib.suppress(EndedError):
             hung = one.run()
         succeeded = not hung and bool(job.runs) and job.runs[-1].status == 0
-        left = job.left_behind(_LEFT_S) if succeeded else []
+        left = job.remaining_processes(_LEFT_S) if succeeded else []
         job.read_diary()
-        faults = tuple(struck.fault(n, run, step) for n, (struck, run, step) in enumerate(one.struck))
+        faults = tuple(fault.fault(n, run, step) for n, (fault, run, step) in enumerate(one.applied))
         runs = job.runs or [CommandRun(None, "", began, time.time())]
         evidence = Evidence(
             job.worlds, job.steps, job.safe, faults, runs, job.step_sums(), job.sealed, job.lines(),
@@ -242,7 +241,7 @@ def _timeline(ledger: Path) -> Sequence[TimeInterval]:
 
 
 def _stages(timeline: Sequence[TimeInterval], began: float, ended: float) -> dict[str, float]:
-    """The parts of that time that the job was on its way into another world, by what its slowest ranks were at."""
+    """Return the seconds of recoveries and resizes in an interval, by the stage of the slowest ranks."""
     first, last = int(began * 1e6), int(ended * 1e6)
     found: dict[str, float] = {}
     for one in timeline:
@@ -253,7 +252,7 @@ def _stages(timeline: Sequence[TimeInterval], began: float, ended: float) -> dic
 
 
 def stop_on_sigterm() -> None:
-    """So that a driver that is ended ends what it has started."""
+    """Raise on SIGTERM, so that the driver ends the processes that it started."""
 
     def end(*_: object) -> None:
         raise SystemExit(128 + signal.SIGTERM)

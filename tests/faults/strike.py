@@ -1,4 +1,4 @@
-"""What each kind does to a job, at whom, and how it is undone."""
+"""The effect of each kind of fault on a job, its target, and its end."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _ROLES = ("supervisor", "coordinator", "agent", "store")
 
 
 class ActiveFault:
-    """What happened, and what brings it to an end: at once where that is due, or when the job is to end."""
+    """An applied fault, which ends when it is due or before the job ends."""
 
     def __init__(self, planned: PlannedFault, node: str, words: str, undo: Undo | None = None) -> None:
         self.kind, self.node, self.words, self.undo = planned.kind, node, words, undo
@@ -63,7 +63,7 @@ class ActiveFault:
 
 
 def apply_fault(job: FaultJob, planned: PlannedFault, proxy: FaultProxy | None) -> ActiveFault | None:
-    """Have it happen; ``None`` where nobody is there to whom it could."""
+    """Apply a fault, or return ``None`` if it has no target."""
     kind = planned.kind
     if kind in _SIGNALS:
         return _signal(job, planned)
@@ -98,23 +98,23 @@ def choose(many: Sequence[JobProcess], pick: float) -> JobProcess | None:
 def _signal(job: FaultJob, planned: PlannedFault) -> ActiveFault | None:
     kind, number = planned.kind, _SIGNALS[planned.kind]
     role = next((role for role in _ROLES if kind.value.startswith(role)), "rank")
-    there = job.processes(role)
+    running = job.processes(role)
     if role == "rank":
         inside = job.newest_world_pids()
-        there = [one for one in there if (one.pid in inside) is not kind.value.startswith("spare")]
-    target = choose(there, planned.pick)
+        running = [one for one in running if (one.pid in inside) is not kind.value.startswith("spare")]
+    target = choose(running, planned.pick)
     if target is None or not target.signal(number):
         return None
     undo: Undo | None = None
     if number == signal.SIGSTOP:
-        undo = _needs_no_end(target, planned)
+        undo = _continue_or_kill(target, planned)
     elif role == "supervisor":
         undo = _return_later(job, target.node)
     return ActiveFault(planned, target.node, f"{role} {target.pid} of {target.node or 'the job'}", undo)
 
 
-def _needs_no_end(target: JobProcess, planned: PlannedFault) -> Undo:
-    """What is never let go on is ended when the job is to end, as somebody would do it who looks after machines."""
+def _continue_or_kill(target: JobProcess, planned: PlannedFault) -> Undo:
+    """Continue a stopped process, or kill it at the end of the job if it was stopped forever."""
     return lambda: target.signal(signal.SIGCONT if math.isfinite(planned.lasts_s) else signal.SIGKILL)
 
 
@@ -137,7 +137,7 @@ def _out_of_memory(job: FaultJob, planned: PlannedFault) -> ActiveFault | None:
 
 
 def _lose_node(job: FaultJob, planned: PlannedFault) -> ActiveFault | None:
-    """Another machine comes in its place."""
+    """Kill a node with its memory. It joins again later, empty."""
     if len(job.shape.names) == 1:
         return None
     target = choose(job.processes("supervisor"), planned.pick)
@@ -148,7 +148,7 @@ def _lose_node(job: FaultJob, planned: PlannedFault) -> ActiveFault | None:
 
 
 def _pause(job: FaultJob, planned: PlannedFault) -> ActiveFault | None:
-    """Every process of a node stands still, and its memory stays as it is."""
+    """Stop every process of a node, without a change to its memory."""
     target = choose(job.processes("supervisor"), planned.pick)
     if target is None:
         return None
@@ -158,7 +158,7 @@ def _pause(job: FaultJob, planned: PlannedFault) -> ActiveFault | None:
 
 
 def _kill_coordinators(job: FaultJob, planned: PlannedFault) -> ActiveFault | None:
-    """The coordinator, and the one that takes its place within two seconds."""
+    """Kill the coordinator and the process that replaces it within two seconds."""
     first = choose(job.processes("coordinator"), planned.pick)
     if first is None or not first.signal(signal.SIGKILL):
         return None
@@ -168,12 +168,13 @@ def _kill_coordinators(job: FaultJob, planned: PlannedFault) -> ActiveFault | No
         if others and others[0].signal(signal.SIGKILL):
             return ActiveFault(planned, first.node, f"coordinators {first.pid} and {others[0].pid}")
         time.sleep(0.01)
-    return ActiveFault(planned, first.node, f"coordinator {first.pid}: no other one came within 2 s")
+    return ActiveFault(planned, first.node, f"coordinator {first.pid}, which was not replaced within 2 s")
 
 
 def _damage_memory(job: FaultJob, planned: PlannedFault) -> ActiveFault | None:
-    """In half of what is sealed. The agent stands still meanwhile: what is being written gets its checksum later, and
-    nobody could tell its damage from what was meant.
+    """Damage half of the sealed slots of a node.
+
+    The agent and the ranks are stopped meanwhile. A slot in progress gets its checksum later, which would hide damage.
     """
     agent = choose(job.processes("agent"), planned.pick)
     if agent is None:
@@ -186,7 +187,7 @@ def _damage_memory(job: FaultJob, planned: PlannedFault) -> ActiveFault | None:
     try:
         for one in stopped:
             _wait_stopped(one)
-        sealed = sorted(note.removeprefix(SEAL_METADATA) for note in TmpfsArena(place).list_metadata(SEAL_METADATA))
+        sealed = sorted(name.removeprefix(SEAL_METADATA) for name in TmpfsArena(place).list_metadata(SEAL_METADATA))
         sealed = [name for name in sealed if (place / "slots" / name).is_file()]
         some = [name for number, name in enumerate(sealed) if (number + int(planned.other * 2)) % 2 == 0]
         for name in some:
@@ -216,7 +217,7 @@ def _corrupt_file(path: Path, planned: PlannedFault) -> None:
         os.truncate(path, at)
         return
     with path.open("r+b", buffering=0) as file:
-        for where in range(at % 4096, size, 4096):  # one bit of every page: some of them are in what is kept
+        for where in range(at % 4096, size, 4096):  # one bit of every page, because a shard does not fill its slot
             file.seek(where)
             byte = file.read(1)
             file.seek(where)
@@ -233,7 +234,7 @@ def _fill_memory(job: FaultJob, planned: PlannedFault) -> ActiveFault | None:
         with junk.open("wb", buffering=0) as file:
             while True:
                 file.write(bytes(1 << 20))
-    except OSError:  # it is full
+    except OSError:  # the memory is full
         pass
     return ActiveFault(planned, node, f"the memory of {node} is full", lambda: junk.unlink(missing_ok=True))
 
@@ -247,7 +248,7 @@ def _set_clock(job: FaultJob, planned: PlannedFault) -> ActiveFault:
         new.replace(job.clock)
 
     put(seconds)
-    return ActiveFault(planned, "", f"the machine's clock by {seconds} s", lambda: put(0))
+    return ActiveFault(planned, "", f"the clock moved by {seconds} s", lambda: put(0))
 
 
 def _resize(job: FaultJob, planned: PlannedFault) -> ActiveFault | None:
@@ -262,24 +263,24 @@ def _stop(job: FaultJob, planned: PlannedFault) -> ActiveFault | None:
 
 
 def _apply_network_fault(job: FaultJob, planned: PlannedFault) -> ActiveFault | None:
-    """Between two hosts, or at one; the head, where the coordinator is, is a host too."""
+    """Cut the network between two hosts or around one host, including the coordinator's."""
     if not isinstance(job, HostJob):
-        raise TypeError(f"{planned.kind} is for hosts")
+        raise TypeError(f"The fault {planned.kind} needs a job on hosts.")
     hosts = sorted(job.net.hosts.values(), key=lambda host: host.name)
     one = hosts[int(planned.pick * len(hosts))]
     if planned.kind is FaultKind.UNPLUGGED:
         one.unplug()
-        return ActiveFault(planned, _out_of_reach(one.name), f"{one.name} is off the network", one.plug)
+        return ActiveFault(planned, _unreachable_nodes(one.name), f"{one.name} is off the network", one.plug)
     others = [host for host in hosts if host is not one]
     other = others[int(planned.other * len(others))]
     one_way = planned.kind is FaultKind.CUT_ONE_WAY
     job.net.cut(one, other, one_way=one_way)
     words = f"nothing from {one.name} arrives at {other.name}" if one_way else f"{one.name} and {other.name}"
-    return ActiveFault(planned, _out_of_reach(one.name, other.name), words, lambda: job.net.heal(one, other))
+    return ActiveFault(planned, _unreachable_nodes(one.name, other.name), words, lambda: job.net.heal(one, other))
 
 
-def _out_of_reach(*names: str) -> str:
-    """The nodes whose memory others may not be able to read; the head keeps none, and nobody reads through it."""
+def _unreachable_nodes(*names: str) -> str:
+    """Return the nodes with unreachable memory: none for a cut from the head, which holds no shards."""
     return "" if HEAD in names else ",".join(names)
 
 

@@ -25,9 +25,9 @@ SEED = "27272"
 def test_paused_node_and_two_killed_coordinators_break_no_rule(tmp_path, capsys):
     words = ["--per-seed", "2", "--steps", "250", "--out", str(tmp_path), "--patience", "200"]
     assert main(["--seed", "2220", *words]) == 0, capsys.readouterr().out
-    said = capsys.readouterr().out
-    assert "coordinator killed twice" in said
-    assert "node paused" in said
+    output = capsys.readouterr().out
+    assert "coordinator killed twice" in output
+    assert "node paused" in output
 
 
 @pytest.mark.e2e
@@ -35,10 +35,10 @@ def test_paused_node_and_two_killed_coordinators_break_no_rule(tmp_path, capsys)
 def test_driver_finds_no_violation_with_a_single_seed(tmp_path, capsys):
     words = ["--per-seed", "2", "--steps", "250", "--out", str(tmp_path), "--patience", "120"]
     assert main(["--seed", SEED, *words]) == 0, capsys.readouterr().out
-    said = capsys.readouterr().out
-    assert "2 faults in 1 seeds, 0 more that met nobody, 0 seeds with violations" in said, said
-    assert "rank killed" in said
-    assert "rendezvous" in said, "no stage of a recovery was found in the event log"
+    output = capsys.readouterr().out
+    assert "2 faults in 1 seeds, 0 more without a target, 0 seeds with violations" in output, output
+    assert "rank killed" in output
+    assert "rendezvous" in output, "no stage of a recovery was found in the event log"
 
 
 def test_shifted_clock_applies_to_every_interpreter(tmp_path):
@@ -75,14 +75,14 @@ def test_record_is_resumed(tmp_path):
     assert isinstance(msgspec.json.decode(lines[2], type=SeedLine), SeedLine)
 
 
-def test_the_summary_has_figures_by_kind_and_stage_and_every_violation():
+def test_summary_has_figures_by_kind_and_stage_and_every_violation():
     wrong = Violation("bits", "loss of step 7")
-    said = summary([outcome(1, *(float(n) for n in range(1, 101))), outcome(2, None, violations=(wrong,), missed=2)])
-    assert "101 faults in 2 seeds, 2 more that met nobody, 1 seeds with violations" in said
-    (kind,) = (line.split() for line in said.splitlines() if line.startswith("rank killed"))
+    text = summary([outcome(1, *(float(n) for n in range(1, 101))), outcome(2, None, violations=(wrong,), missed=2)])
+    assert "101 faults in 2 seeds, 2 more without a target, 1 seeds with violations" in text
+    (kind,) = (line.split() for line in text.splitlines() if line.startswith("rank killed"))
     assert kind == ["rank", "killed", "100", "50.0", "90.0", "99.0", "100.0"]
-    assert any(line.split() == ["groups", "101", *["0.5"] * 4] for line in said.splitlines())
-    assert "VIOLATION, seed 2: bits: loss of step 7" in said
+    assert any(line.split() == ["groups", "101", *["0.5"] * 4] for line in text.splitlines())
+    assert "VIOLATION, seed 2: bits: loss of step 7" in text
 
 
 def test_driver_without_seeds_has_an_empty_summary():

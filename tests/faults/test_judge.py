@@ -1,4 +1,4 @@
-"""The judge finds each violation that is planted, and none where there is none."""
+"""The judge finds each planted violation, and none in a correct run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from elastic.control.control_messages import ExitReason
 from elastic.launcher import JobEnd, end_message
 from tests.faults.job import resume_line
 from tests.faults.judge import (
-    WHOLE,
+    RESUME_STEP,
     AppliedFault,
     CommandRun,
     Evidence,
@@ -36,7 +36,7 @@ KNOWN = [
 
 
 def steps(world, first, stop, *, at=100.0, size=2, **changed):
-    """What all ranks of a world say of these steps, a second each."""
+    """Return the records of all ranks of a world for these steps, a second each."""
     return [
         RankStep(
             *world,
@@ -80,7 +80,10 @@ def sums(*many):
 
 
 def good(**changed):
-    """Two worlds: in the first, steps 0 to 5, of which 5 is safe; a rank is killed; the second one goes on at 6."""
+    """Return the evidence of a correct run of two worlds.
+
+    The first world does steps 0 to 5, and step 5 is acknowledged. A rank is killed. The second world begins at step 6.
+    """
     done = [*steps((0, 0), 0, 6), *steps((0, 1), 6, 12, at=110.0)]
     found = Evidence(
         worlds=[*world((0, 0), 0), *world((0, 1), 6, at=112.0)],
@@ -113,7 +116,7 @@ def test_changed_bit_of_one_rank_is_found(field):
     assert rules(good(steps=changed(good().steps, 7, **{field: "another"}))) == {"bits"}
 
 
-def test_a_state_that_differs_is_found():
+def test_wrong_state_is_found():
     assert rules(good(sums={**good().sums, (0, 1, 8): 5})) == {"bits"}
     assert rules(good(sums={**good().sums, (0, 1, 8): "replicas differ in ('w',)"})) == {"bits"}
 
@@ -132,7 +135,7 @@ def test_rank_killed_before_recording_its_last_step_is_no_loss():
     assert "samples" in rules(good(steps=earlier))
 
 
-def test_an_epoch_of_the_data_that_has_a_sample_twice_is_found():
+def test_repeated_sample_in_a_data_epoch_is_found():
     twice = [msgspec.structs.replace(one, samples=[0, 1, 2, 3]) for one in KNOWN]
     done = [
         msgspec.structs.replace(one, samples=twice[one.step].samples[one.rank * 2 : one.rank * 2 + 2])
@@ -148,7 +151,7 @@ def test_resuming_before_a_safe_step_is_a_violation():
     )
     assert rules(back) == {"acknowledged"}
     not_all = good(worlds=back.worlds, steps=back.steps, safe=safe((0, 0), 5, at=106.0)[:1])
-    assert rules(not_all) == set(), "one rank's part was not known to be safe"
+    assert rules(not_all) == set(), "the step was not acknowledged to all ranks"
 
 
 @pytest.mark.parametrize(
@@ -216,7 +219,7 @@ def test_two_incarnations_of_one_number_are_found():
 
 
 @pytest.mark.parametrize("number", [999, 1000])
-def test_later_world_with_a_number_that_is_not_greater_is_found(number):
+def test_later_world_with_an_old_number_is_found(number):
     later = sealed((0, 1), 11, number, at=121.0)
     assert "incarnations" in rules(good(sealed=[*sealed((0, 0), 5, 1000, at=106.0), *later]))
 
@@ -241,7 +244,7 @@ BEHIND = (
     ],
     ids=["no line", "after a fault", "branch", "expected step", "another step", "too few steps", "from nothing"],
 )
-def test_sealed_step_that_is_done_again_without_its_line_is_found(lines, found):
+def test_repeated_step_without_a_log_line_is_found(lines, found):
     back = good(
         worlds=[*world((0, 0), 0), *world((0, 1), 4, at=112.0)],
         steps=[*steps((0, 0), 0, 6), *steps((0, 1), 4, 12, at=110.0)],
@@ -250,7 +253,7 @@ def test_sealed_step_that_is_done_again_without_its_line_is_found(lines, found):
     )
     assert rules(back) == ({"redone"} if found else set())
     not_all = good(worlds=back.worlds, steps=back.steps, safe=[], lines=lines, sealed=back.sealed[1:])
-    assert rules(not_all) == set(), "one rank had not sealed it"
+    assert rules(not_all) == set(), "one rank had not sealed the step"
 
 
 def test_sealed_step_is_named_once_for_all_later_worlds():
@@ -285,8 +288,8 @@ def test_graceful_stop_that_loses_a_sealed_step_is_found(words, first, expected)
 
 
 def test_ranks_that_do_not_resume_together_are_found():
-    torn = changed(good().worlds, 3, first=5)
-    assert "worlds hold" in rules(good(worlds=torn))
+    different = changed(good().worlds, 3, first=5)
+    assert "worlds hold" in rules(good(worlds=different))
     two = [*good().worlds, msgspec.structs.replace(good().worlds[3], pid=99)]
     assert rules(good(worlds=two)) == {"worlds hold"}
     ahead = good(
@@ -315,9 +318,9 @@ def test_run_must_end_with_success_or_a_true_message():
 
 
 def test_hangs_and_leftovers_are_found():
-    assert rules(good(hung="it did not come to step 9")) == {"hangs"}
+    assert rules(good(hung="the job did not reach step 9 within 300 s")) == {"hangs"}
     assert rules(good(left=["process 7"])) == {"leftovers"}
-    assert rules(good(kept=["3 slots of n0"])) == set(), "it is nowhere else"
+    assert rules(good(kept=["3 slots of n0"])) == set(), "the shards have no other copy"
     durable = [*good().safe, *safe((0, 1), 11, copies=0, at=129.0)[:1]]
     assert rules(good(kept=["3 slots of n0"], safe=durable)) == {"leftovers"}
 
@@ -330,7 +333,7 @@ def test_excused_time_is_finite():
 @pytest.mark.parametrize("command", ["", "elastic run train.py"])
 def test_resume_line_is_found_in_every_last_message(over, command):
     output = f"started\n{end_message(JobEnd(over, 'rank 0 was lost', '2 faults', 7), command=command)}\nended\n"
-    found = WHOLE.search(resume_line(output))
+    found = RESUME_STEP.search(resume_line(output))
     assert found is not None
     assert found[1] == "7"
 

@@ -1,4 +1,4 @@
-"""What a seed stands for is the same everywhere, and within what a job can be."""
+"""Plans are determined by their seed and stay within the limits of a job."""
 
 from __future__ import annotations
 

@@ -1,10 +1,11 @@
-"""The training to which random faults happen: dropout, clipping, a schedule, samples by number, the fixed tree.
+"""A training for random faults, with results that do not depend on the world.
 
-What it learns does not depend on the world, so every step can be told from the same step of any other run. Each rank
-appends JSON lines to a file of its own: the worlds it was in, its steps, and what it was told is safe. Arguments: where
-to write, ``ddp`` or ``fsdp``, every which step is saved, every which one is durable, and how long a step takes.
+It uses dropout, clipping, a learning rate schedule, samples by number and a fixed reduction tree. Each rank appends
+its worlds, steps and acknowledged saves to its own file of JSON lines.
 
-``limit`` in that folder is the step that nobody begins yet; ``limit`` and ``end``: what is before it is all there is.
+Arguments: the folder for these files, ``ddp`` or ``fsdp``, steps between saves, steps between durable saves, and
+seconds to wait after each step. The file ``limit`` in the folder holds the step before which ranks wait. If it also
+holds the word ``end``, training ends there.
 """
 
 from __future__ import annotations
@@ -40,13 +41,13 @@ from tieredckpt.errors import TieredCheckpointError
 from tieredckpt.session.session import newest_sealed_key
 
 BATCH, MICROBATCH = 16, 2
-"""Eight microbatches: a world of seven ranks has one that computes two."""
-ASKED_EVERY, COPIED_S, LAST_S, SETTLE_S = 5, 2.0, 60.0, 5.0
+"""Eight microbatches, so one rank in a world of seven computes two."""
+REPORT_EVERY, COPIED_S, LAST_S, PEER_LOSS_WAIT_S = 5, 2.0, 60.0, 5.0
 JOB = "faults"
 
 
 class StepLimit:
-    """How far the driver lets the job go."""
+    """The step before which ranks wait, set by the driver."""
 
     def __init__(self, folder: Path) -> None:
         self._file = folder / "limit"
@@ -57,7 +58,7 @@ class StepLimit:
 
 
 class SafeStepReporter:
-    """Asks for every few steps whether they are safe, and writes down which are."""
+    """A writer of records about sealed and acknowledged steps."""
 
     def __init__(self, diary: RankLog, place: dict[str, int], durable_every: int) -> None:
         self._diary, self._place, self._durable_every = diary, place, durable_every
@@ -66,7 +67,7 @@ class SafeStepReporter:
 
     def saved(self, saved: SaveHandle, step: int) -> None:
         self.sealed()
-        if step % ASKED_EVERY == 0 and saved.ok:
+        if step % REPORT_EVERY == 0 and saved.ok:
             copies = 2 if self._place["size"] > int(os.environ["LOCAL_WORLD_SIZE"]) else 1
             with contextlib.suppress(TieredCheckpointError, PeerStoreError):
                 saved.wait(copies=copies, timeout_s=COPIED_S)
@@ -80,25 +81,25 @@ class SafeStepReporter:
                     self._uploading.remove(one)
 
     def sealed(self) -> None:
-        """Write down the newest step that this process has sealed, and for which incarnation."""
+        """Record the newest step that this process has sealed, with its incarnation."""
         key = newest_sealed_key(current=True)
         if key is not None and (key.epoch, key.version) != self._sealed:
             self._sealed = key.epoch, key.version
             write(self._diary, "sealed", step=key.version, number=key.epoch, name=key.incarnation, **self._place)
 
     def last(self, saved: SaveHandle) -> None:
-        """Nobody needs memory for it any more."""
+        """Wait until the last step is durable, and record it."""
         with contextlib.suppress(TieredCheckpointError, PeerStoreError):
             if saved.wait("durable", timeout_s=LAST_S).name == "DURABLE":
                 self._report(saved.step, 0)
 
     def _report(self, step: int, copies: int) -> None:
-        """``copies`` 0: it is in the durable tier."""
+        """Record an acknowledged step; 0 copies mean the durable tier."""
         write(self._diary, "safe", step=step, copies=copies, **self._place)
 
 
 def write(diary: RankLog, what: str, **values: Any) -> None:
-    """With the kernel's time: Python's may have been set on purpose."""
+    """Write a record with the kernel's time, because a fault may have moved Python's clock."""
     diary.write(what, **{"at": time.clock_gettime(time.CLOCK_REALTIME), **values})
 
 
@@ -106,7 +107,7 @@ def main(folder: Path, how: str, every: int, durable_every: int, pace_s: float) 
     diary, limit = RankLog(folder), StepLimit(folder)
     run = int(os.environ.get("FAULTS_RUN", "0"))
 
-    @recoverable(policy=RecoveryPolicy(peer_loss_wait_s=SETTLE_S))
+    @recoverable(policy=RecoveryPolicy(peer_loss_wait_s=PEER_LOSS_WAIT_S))
     def train(world: World) -> None:
         bare = bare_model()
         model = wrap_model(bare, how, world)
@@ -138,14 +139,14 @@ def main(folder: Path, how: str, every: int, durable_every: int, pace_s: float) 
                 optimizer.step()
                 schedule.step()
                 work.commit()
-                # Before it is saved: what is safe may have to speak for itself when its rank ends there.
+                # Record the step before its save, because the rank may end as soon as the save is acknowledged.
                 bits = {"loss": result.loss.hex(), "norm": (result.norm or 0.0).hex()}
                 bits["rate"] = schedule.get_last_lr()[0].hex()
                 share = checksum_share(bare, optimizer)
                 write(diary, "step", step=step, samples=work.indices().tolist(), share=share, **bits, **place)
                 safe.saved(ckpt.save(state, step), step)
                 time.sleep(pace_s)
-            ending.enter_context(world.pause_watchdog())  # what is saved last is waited for
+            ending.enter_context(world.pause_watchdog())  # the last upload takes longer than a step
             if durable_every:
                 safe.last(ckpt.save(state, step - 1, durable=True))
 
@@ -154,5 +155,5 @@ def main(folder: Path, how: str, every: int, durable_every: int, pace_s: float) 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    faulthandler.register(signal.SIGUSR2, all_threads=True)  # who waits for what, when it waits for ever
+    faulthandler.register(signal.SIGUSR2, all_threads=True)  # shows where a hung rank waits
     main(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4]), float(sys.argv[5]))

@@ -1,4 +1,4 @@
-"""Agents of jobs are run by tenants: whatever they answer, other tenants' jobs go on and the operator stays small."""
+"""Answers of hostile job agents, which must neither stop other jobs nor use up the operator's memory."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ MIB = 1 << 20
 HEAD = b"HTTP/1.1 200 OK\r\n"
 LIMIT_S = 0.5
 LONG_S = 20.0
-"""Nothing here may take so long, however slow this machine is."""
+"""Seconds that no call here may take, even on a slow machine."""
 
 
 @contextlib.contextmanager
 def hostile_agent(*, first: bytes = b"", again: bytes = b"", every_s: float = 0.02) -> Iterator[str]:
-    """Answers with ``first``, and then with ``again`` for ever; silent without both."""
+    """Run an agent that sends ``first``, then repeats ``again``; without both it is silent."""
     stop = threading.Event()
 
     def serve(connection: socket.socket) -> None:
@@ -74,18 +74,18 @@ SLOW = {
 }
 
 
-@pytest.mark.parametrize("how", SLOW.values(), ids=SLOW)
-def test_call_ends_at_its_deadline_for_any_answer(how):
-    with hostile_agent(**how) as address, ElasticAgentClient(timeout_s=LIMIT_S) as client:
+@pytest.mark.parametrize("answer", SLOW.values(), ids=SLOW)
+def test_call_ends_at_its_deadline_for_any_answer(answer):
+    with hostile_agent(**answer) as address, ElasticAgentClient(timeout_s=LIMIT_S) as client:
         before = time.monotonic()
-        heard = client.poll_all({"a": address})["a"]
+        reply = client.poll_all({"a": address})["a"]
         assert time.monotonic() - before < LONG_S / 2
-    assert heard.status is None
-    assert address in heard.error
+    assert reply.status is None
+    assert address in reply.error
 
 
 @pytest.mark.parametrize(
-    "how",
+    "answer",
     [
         {"first": HEAD + b"Content-Length: 10000000\r\n\r\n" + b" " * 10_000_000},
         {"first": HEAD + b"Connection: close\r\n\r\n" + b" " * 10_000_000},
@@ -94,15 +94,15 @@ def test_call_ends_at_its_deadline_for_any_answer(how):
     ],
     ids=["a long body", "a body without length", "interim answers", "chunk extensions"],
 )
-def test_no_answer_is_read_further_than_a_mebibyte(how):
-    with hostile_agent(**how) as address, ElasticAgentClient(timeout_s=LONG_S) as client:
-        heard = client.poll_all({"a": address})["a"]
-    assert heard.status is None
-    assert f"more than {MIB} bytes" in heard.error
+def test_no_answer_is_read_further_than_a_mebibyte(answer):
+    with hostile_agent(**answer) as address, ElasticAgentClient(timeout_s=LONG_S) as client:
+        reply = client.poll_all({"a": address})["a"]
+    assert reply.status is None
+    assert f"more than {MIB} bytes" in reply.error
 
 
 def test_parsed_answer_is_bounded_by_its_size():
-    """Worker data is passed on, not looked into; what nobody uses is not kept."""
+    """Worker data is forwarded unparsed, and unused fields are dropped."""
     data = b"[" + b",".join([b'{"":[]}'] * 100_000) + b"]"
     body = b'{"status": "running", "transitions": {%s}, "something": %s, "worker_data": %s}' % (
         b",".join(b'"s%d": "x"' % number for number in range(1000)),
@@ -114,19 +114,19 @@ def test_parsed_answer_is_bounded_by_its_size():
         client.poll_all({"a": address})
         tracemalloc.start()
         try:
-            heard = client.poll_all({"a": address})["a"]
+            reply = client.poll_all({"a": address})["a"]
             kept, peak = tracemalloc.get_traced_memory()
         finally:
             tracemalloc.stop()
-    assert heard.status is not None
-    assert heard.status.transition_times == {}
-    assert len(heard.status.worker_data) == 100_000
+    assert reply.status is not None
+    assert reply.status.transition_times == {}
+    assert len(reply.status.worker_data) == 100_000
     assert peak < 24 * MIB
     assert kept < 16 * MIB
 
 
 @pytest.mark.parametrize(
-    "said",
+    "fields",
     [
         {"progress": {f"p{number}": {"progressData": "x", "progressCount": 1} for number in range(1000)}},
         {"progress": {"p": {"progressData": "x" * 100_000, "progressCount": 1}}},
@@ -136,12 +136,12 @@ def test_parsed_answer_is_bounded_by_its_size():
     ],
     ids=["many prefixes", "a long text", "a large number", "a long number", "a large rank"],
 )
-def test_answer_fields_of_the_job_status_are_bounded(said):
-    first = http_response(json.dumps({"status": "running", **said}).encode())
+def test_answer_fields_of_the_job_status_are_bounded(fields):
+    first = http_response(json.dumps({"status": "running", **fields}).encode())
     with hostile_agent(first=first) as address, ElasticAgentClient(timeout_s=LONG_S) as client:
-        heard = client.poll_all({"a": address})["a"]
-    assert heard.status is None
-    assert "is no agent" in heard.error
+        reply = client.poll_all({"a": address})["a"]
+    assert reply.status is None
+    assert "is no agent" in reply.error
 
 
 def test_silent_agents_of_one_job_leave_threads_for_the_next():
@@ -151,50 +151,50 @@ def test_silent_agents_of_one_job_leave_threads_for_the_next():
             many = threading.Thread(target=client.poll_all, args=(addresses,))
             many.start()
             before = time.monotonic()
-            heard = client.poll_all({"a": good})["a"]
-            assert heard.status is not None
+            reply = client.poll_all({"a": good})["a"]
+            assert reply.status is not None
             assert time.monotonic() - before < LONG_S / 2
         many.join()
 
 
 def test_silent_agents_of_many_jobs_leave_the_next_job_alone():
-    """A rack is gone: hundreds of agents in a dozen jobs say nothing, and another job's are heard meanwhile."""
+    """A rack is lost, so hundreds of agents in a dozen jobs are silent. Other agents still answer."""
     silent: list[socket.socket] = []
 
     def accept() -> None:
         with contextlib.suppress(OSError):
             while True:
-                silent.append(nobody.accept()[0])
+                silent.append(listener.accept()[0])
 
-    with socket.create_server(("127.0.0.1", 0), backlog=1024) as nobody, hostile_agent(first=GOOD) as good:
+    with socket.create_server(("127.0.0.1", 0), backlog=1024) as listener, hostile_agent(first=GOOD) as good:
         accepting = threading.Thread(target=accept)
         accepting.start()
-        addresses = {str(number): f"127.0.0.1:{nobody.getsockname()[1]}" for number in range(32)}
+        addresses = {str(number): f"127.0.0.1:{listener.getsockname()[1]}" for number in range(32)}
         with ElasticAgentClient(timeout_s=10 * LONG_S) as client:
             jobs = [threading.Thread(target=client.poll_all, args=(addresses,)) for _ in range(12)]
             for job in jobs:
                 job.start()
-            wait_until(lambda: len(silent) >= 256, "they are all asked")
-            heard: dict[str, AgentReply] = {}
-            other = threading.Thread(target=lambda: heard.update(client.poll_all({"a": good})))
+            wait_until(lambda: len(silent) >= 256, "the silent agents have requests")
+            replies: dict[str, AgentReply] = {}
+            other = threading.Thread(target=lambda: replies.update(client.poll_all({"a": good})))
             other.start()
             try:
-                wait_until(lambda: heard, "the other job is heard while they are waited for", LONG_S)
+                wait_until(lambda: replies, "the other job's agent answers", LONG_S)
             finally:
-                nobody.shutdown(socket.SHUT_RDWR)
+                listener.shutdown(socket.SHUT_RDWR)
                 accepting.join()
                 for one in silent:
                     one.close()
                 for job in jobs:
                     job.join()
                 other.join()
-            assert heard["a"].status is not None
+            assert replies["a"].status is not None
 
 
 def test_answers_of_one_job_are_bounded_in_total(monkeypatch):
     monkeypatch.setattr("integration.hyperpod.operator.elastic_agent_client._JOB_BYTES", 10 * len(GOOD))
     with hostile_agent(first=GOOD) as address, ElasticAgentClient(timeout_s=LONG_S) as client:
-        heard = client.poll_all({str(number): address for number in range(100)})
-    refused = [one for one in heard.values() if "together" in one.error]
+        replies = client.poll_all({str(number): address for number in range(100)})
+    refused = [one for one in replies.values() if "together" in one.error]
     assert 0 < len(refused) < 100
-    assert all(one.status is not None for one in heard.values() if one not in refused)
+    assert all(one.status is not None for one in replies.values() if one not in refused)

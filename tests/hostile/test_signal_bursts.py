@@ -1,4 +1,4 @@
-"""Signals that come one inside the other: whoever hears them ends, or goes on, and never waits for itself."""
+"""Bursts of signals that interrupt signal handlers, which must not deadlock."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ MANY, SIGNALS, WITHIN_S = 8, 2000, 30.0
 
 
 def send_signal_burst(processes) -> None:
-    """Signals for all of them, at distances from a microsecond up, so that some come while one is being handled."""
+    """Send signals to all processes, so fast that some interrupt a handler."""
     for at in range(SIGNALS):
         for process in processes:
-            process.send_signal(signal.SIGTERM)  # to none that is known to have ended
+            process.send_signal(signal.SIGTERM)
         if at % 7:
             os.sched_yield()
         else:
@@ -34,7 +34,7 @@ def send_signal_burst(processes) -> None:
 
 
 def exit_statuses(processes) -> list[int]:
-    """Of all of them; one that does not end is killed, and told by that."""
+    """Return all exit statuses. A process that hangs is killed and has the status of SIGKILL."""
     until = time.monotonic() + WITHIN_S
     for process in processes:
         try:
@@ -45,7 +45,7 @@ def exit_statuses(processes) -> list[int]:
     return [process.returncode for process in processes]
 
 
-def test_agents_end():
+def test_agents_exit_after_a_signal_burst():
     with contextlib.ExitStack() as cleanup:
         agents = []
         for _ in range(MANY):
@@ -57,7 +57,7 @@ def test_agents_end():
         assert exit_statuses(processes) == [0] * MANY
 
 
-def test_coordinators_end(tmp_path):
+def test_coordinators_exit_after_a_signal_burst(tmp_path):
     write_private_file(tmp_path / "secret", generate_secret())
     with contextlib.ExitStack() as cleanup:
         processes = []
@@ -90,32 +90,32 @@ with _interrupted() as stop:
     assert stop.wait(60)
     done()
 """,
-    "a rank that is told so": """
+    "a rank": """
 from elastic.workers.step_barrier import NoticeWatcher, SignalRequest, forward_signals
 from elastic.control.control_plane import NoticeKind
 class Plane:
-    asked = 0
+    requests = 0
     def on_broken(self, call): pass
-    def request_change(self, want, reason, deadline_s): Plane.asked += 1
+    def request_change(self, want, reason, deadline_s): Plane.requests += 1
 watch = NoticeWatcher(Plane(), print)
 with forward_signals(watch, {signal.SIGTERM: SignalRequest(NoticeKind.RESIZE, "SIGTERM")}):
     ready()
-    while not Plane.asked:
+    while not Plane.requests:
         time.sleep(0.001)
     done()
 watch.close()
 """,
 }
-AROUND = """
+PREAMBLE = """
 import os, signal, sys, time
 def ready(): os.write(1, b".")
 def done(): os._exit(0)
 """
 
 
-@pytest.mark.parametrize("who", IN_A_PROCESS)
-def test_interrupting_handlers_do_not_deadlock(who):
-    code = AROUND + IN_A_PROCESS[who]
+@pytest.mark.parametrize("process", IN_A_PROCESS)
+def test_interrupting_handlers_do_not_deadlock(process):
+    code = PREAMBLE + IN_A_PROCESS[process]
     with contextlib.ExitStack() as cleanup:
         processes = [
             subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, env=child_environ())

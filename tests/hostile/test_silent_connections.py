@@ -1,4 +1,4 @@
-"""Connections that prove nothing: silent, dripping or refused, they cost every listener little and keep nobody out."""
+"""Unauthenticated connections, which must cost a listener little and block no client."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ TOKEN = b"a token that is long enough"
 
 
 class ServedListener(NamedTuple):
-    """A listener, what somebody who belongs there does, and bytes that a stranger could begin with."""
+    """A listener, the call of a legitimate client, and the first bytes of a request."""
 
     address: str
     use: Callable[[], bool]
@@ -129,7 +129,7 @@ LISTENERS = {
 
 @pytest.fixture(params=LISTENERS)
 def listener(request, tmp_path):
-    """How to open the listener."""
+    """Return the function that opens the listener."""
     make = LISTENERS[request.param]
     if "TLS" in request.param:
         return lambda **limits: make(node_files(tmp_path), **limits)
@@ -138,7 +138,7 @@ def listener(request, tmp_path):
 
 @pytest.fixture
 def stranger_connection():
-    """Connections of a stranger, from another address of this machine than those who belong here, or from the same."""
+    """Open unauthenticated connections from a chosen address of this machine."""
     with contextlib.ExitStack() as stack:
 
         def connect(address: str, source: str) -> socket.socket:
@@ -166,7 +166,7 @@ def test_silent_connections_are_limited_and_block_no_client(listener, stranger_c
         before = threading.active_count()
         silent = [stranger_connection(served.address, source) for _ in range(MANY)]
         assert served.use()
-        wait_until(lambda: sum(map(is_open, silent)) <= STRANGERS, "the oldest give way")
+        wait_until(lambda: sum(map(is_open, silent)) <= STRANGERS, "the oldest connections are closed")
         assert threading.active_count() - before <= STRANGERS + 4
         for sock in silent[-8:]:
             with contextlib.suppress(OSError):
@@ -176,7 +176,7 @@ def test_silent_connections_are_limited_and_block_no_client(listener, stranger_c
 
 def test_slow_handshake_times_out(listener, stranger_connection, request):
     if request.node.callspec.params["listener"] == "coordinator":
-        pytest.skip("it has the listener of the peers, and nothing of its own to set")
+        pytest.skip("the coordinator uses the peers' listener, and has no timeout of its own")
     with listener(proof_s=0.5) as served:
         sock = stranger_connection(served.address, "127.0.0.2")
         stop = threading.Event()
@@ -191,7 +191,7 @@ def test_slow_handshake_times_out(listener, stranger_connection, request):
         dripping = threading.Thread(target=send_slowly)
         dripping.start()
         try:
-            wait_until(lambda: not is_open(sock), "the connection is ended")
+            wait_until(lambda: not is_open(sock), "the connection is closed")
         finally:
             stop.set()
             dripping.join()
@@ -204,7 +204,7 @@ def test_authenticated_peer_stays_connected_despite_unauthenticated_ones(strange
         with contextlib.closing(transport.connect(served.address)) as channel:
             authenticate_to_server(channel, job="job", me=NodeId("n1"), secret=SECRET)
             silent = [stranger_connection(served.address, "127.0.0.1") for _ in range(MANY)]
-            wait_until(lambda: not any(map(is_open, silent)), "all strangers are ended")
+            wait_until(lambda: not any(map(is_open, silent)), "all silent connections are closed")
             channel.send(b"are you there")
             assert channel.receive(within_s=30).header == b"yes"
 
@@ -220,7 +220,7 @@ def test_client_with_the_token_stays_connected(stranger_connection):
             answer.read()
             assert answer.status == 404
             silent = [stranger_connection(served.address, "127.0.0.1") for _ in range(100)]
-            wait_until(lambda silent=silent: not any(map(is_open, silent)), "all strangers are ended")
+            wait_until(lambda silent=silent: not any(map(is_open, silent)), "all silent connections are closed")
 
 
 def test_log_does_not_grow_with_unauthenticated_connections(listener, stranger_connection, caplog):
@@ -228,18 +228,18 @@ def test_log_does_not_grow_with_unauthenticated_connections(listener, stranger_c
     with listener() as served:
         for _ in range(MANY):
             sock = stranger_connection(served.address, "127.0.0.2")
-            with contextlib.suppress(OSError):  # it may have been refused by now
+            with contextlib.suppress(OSError):  # the listener may have refused it
                 sock.sendall(b"\0" * 64)
                 sock.shutdown(socket.SHUT_WR)
         assert served.use()
     assert len(caplog.records) < 20
 
 
-# -- the rule alone ---------------------------------------------------------------------------------------------------
+# -- admission --------------------------------------------------------------------------------------------------------
 
 
 class AdmissionGate:
-    """An admission with a clock that is turned by hand, and pairs of sockets for connections."""
+    """An admission with a manual clock and socket pairs as connections."""
 
     def __init__(self, stack: contextlib.ExitStack, **options: int) -> None:
         self.now = 0.0

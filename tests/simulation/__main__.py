@@ -1,6 +1,7 @@
-"""``python -m tests.simulation --seed 7``: one schedule, told as it happens. ``--seeds A B``: many, until one fails.
+"""Command that runs random schedules of faults: ``python -m tests.simulation``.
 
-``--break NAME``: with a rule of production broken on purpose, on the schedules that look for it.
+``--seed 7`` runs one schedule and prints its events. ``--seeds A B`` runs many until one fails. ``--break RULE`` breaks
+a production rule on purpose and runs the schedules for it.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, nargs=2, metavar=("FIRST", "STOP"), default=(0, 1000))
     parser.add_argument("--shrink", action="store_true", help="drop events while the schedule still fails")
     parser.add_argument("--keep-going", action="store_true", help="count failures instead of stopping at the first")
-    parser.add_argument("--break", dest="rule", choices=sorted(BROKEN), metavar="RULE", help="see breaking.py")
+    parser.add_argument(
+        "--break", dest="rule", choices=sorted(BROKEN), metavar="RULE", help="break a production rule on purpose"
+    )
     options = parser.parse_args()
     logging.disable(logging.CRITICAL)
     with break_rule(options.rule):
@@ -54,7 +57,7 @@ def _run_one(schedule: Schedule, *, shrink: bool) -> int:
 def _run_many(first: int, stop: int, *, rule: str | None, keep_going: bool) -> int:
     began, failed = time.perf_counter(), 0
     gc.freeze()
-    gc.disable()  # a schedule leaves a world full of cycles: they are cheaper to find many at a time
+    gc.disable()  # every schedule leaves many reference cycles, and one collection for many schedules is cheaper
     for seed in range(first, stop):
         if seed % _SCHEDULES_A_SWEEP == 0:
             gc.collect()
@@ -64,9 +67,9 @@ def _run_many(first: int, stop: int, *, rule: str | None, keep_going: bool) -> i
             print(f"seed {seed}: {finding.violation}", flush=True)
             if not keep_going:
                 again = f"python -m tests.simulation --seed {seed} --shrink" + (f" --break '{rule}'" if rule else "")
-                told = f"{shrink_finding(finding)}\nreplay: {again}"
-                print(told, flush=True)
-                print(told, file=sys.stderr, flush=True)
+                report = f"{shrink_finding(finding)}\nreplay: {again}"
+                print(report, flush=True)
+                print(report, file=sys.stderr, flush=True)
                 return 1
     seconds = time.perf_counter() - began
     print(f"{stop - first} schedules, {failed} broke a rule, {(stop - first) / seconds:.0f} schedules/s")

@@ -1,4 +1,4 @@
-"""One life of a node agent: the real store, membership and accounts, driven by simulated time and messages."""
+"""A simulated node agent: the real store and membership, driven by simulated time and messages."""
 
 from __future__ import annotations
 
@@ -47,14 +47,14 @@ DISCOVER_S = 10.0
 
 
 class PendingReply:
-    """An answer that is not known yet."""
+    """A reply that a handler sends later."""
 
     def __init__(self, begin: Callable[[Callable[[Any], None]], None]) -> None:
         self.then = begin
 
 
 class SimulatedAgent:
-    """What :mod:`peerstore.peers` and :class:`peerstore.store.node_store.NodeStore` are the threads and sockets of."""
+    """One run of a node's agent: the decisions of production without its threads and sockets."""
 
     def __init__(self, world: SimulatedWorld, machine: Machine) -> None:
         self.world, self.machine, self.name = world, machine, machine.name
@@ -69,20 +69,19 @@ class SimulatedAgent:
             self.adoption.load_metadata()
             for slot in self.shelf.in_state(SlotState.LEASED):
                 if slot.owner == COPIER:
-                    self.shelf.revoke_lease(slot, "the agent that took this copy in is gone")
+                    self.shelf.revoke_lease(slot, "the agent that received this copy has ended")
         self.members = SwimMembership(machine.node, int((1e9 + self.clock()) * 1e6), world.membership, seed=world.seed)
         self.newcomers = PendingMembers(world.membership)
         self.accounts = ReplicationState(machine.node.id, ReplicationPolicy(world.copies, ("zone", "rack")))
         self.sharing = SimulatedParityReplicator(self) if world.shape.parity else None
-        """In the place of the accounts, where parities are kept."""
+        """Replaces ``accounts`` when the cluster keeps parities."""
         self.reports = CommitReports(self.name) if self.sharing is None else self.sharing.reports
         self.incoming, self.outgoing = IncomingTransfers(self), OutgoingTransfer(self)
         self.jobs.incarnations.set_replication_guard(JOB, guarded=world.redundant, permit=self.check_quorum)
         self._partitions: tuple[MemberList | None, NodePartitions] = (None, NodePartitions(()))
-        self._looking = False
-        """At this node's partition, for others."""
-        self._ask_near: list[Callable[[Any], None]] = []
-        """Who hears of the next look at it."""
+        self._is_querying_partition = False
+        self._partition_waiters: list[Callable[[Any], None]] = []
+        """Callbacks that receive the result of the next query of this node's partition."""
         self._pump_at: float | None = None
         self._repairs: list[ShardRecord] = []
         self._handlers: dict[str, Callable[[str, Any], Any]] = {
@@ -122,7 +121,7 @@ class SimulatedAgent:
         return self.machine.agent is self
 
     def run_later(self, delay_s: float, work: Callable[[], None]) -> None:
-        """Do this later, if this life of the agent lasts until then."""
+        """Run ``work`` after a delay if this agent still runs."""
         self.world.events.schedule(delay_s, partial(self._if_running, work))
 
     def _if_running(self, work: Callable[[], None]) -> None:
@@ -168,8 +167,8 @@ class SimulatedAgent:
                 partial(self._ping_failed, node),
                 self.members.settings.ping_timeout_s,
             )
-        for asked in self.members.indirect_pings():
-            self.call(asked.helper.id, "indirect_ping", asked.node, partial(self._indirect_ping_done, asked.node))
+        for ping in self.members.indirect_pings():
+            self.call(ping.helper.id, "indirect_ping", ping.node, partial(self._indirect_ping_done, ping.node))
         self._membership_changed(before)
         if self.members.newer_list_holder is not None:
             self.call(self.members.newer_list_holder, "member_list", None, self.set_member_list)
@@ -256,7 +255,7 @@ class SimulatedAgent:
             self.pump()
 
     def pump(self) -> None:
-        """The next copy to be sent, if none is on its way, and what the commit leader is to know."""
+        """Send the next copy if none is in flight. Without one to send, report to the commit leader."""
         if self.sharing is not None:
             self.sharing.work()
             return
@@ -264,7 +263,7 @@ class SimulatedAgent:
             return
         look = self.replication_view()
         found = self.accounts.next_task(look)
-        if found is not None:  # what is to be told is told once there is nothing to send
+        if found is not None:  # copies precede reports
             self.outgoing.begin(found, look)
             return
         self.wake(max(self.accounts.retry_s(look), 0.01))
@@ -272,18 +271,18 @@ class SimulatedAgent:
             return
         self.send_reports(*pending_reports(self.reports, self.accounts.statuses(look), look, me=self.name))
 
-    def send_reports(self, teller: str, notes: Iterable[PartsReport]) -> None:
-        for note in notes:
-            if teller == self.name:
-                self.reports.add(note)
-                self.reports.mark_reported(teller, note)
+    def send_reports(self, leader: str, reports: Iterable[PartsReport]) -> None:
+        for report in reports:
+            if leader == self.name:
+                self.reports.add(report)
+                self.reports.mark_reported(leader, report)
             else:
                 self.call(
-                    teller,
+                    leader,
                     "report_parts",
-                    note,
-                    lambda _, note=note: self.reports.mark_reported(teller, note),
-                    lambda _: self.accounts.leader_unreachable(teller, self.world.now),
+                    report,
+                    lambda _, report=report: self.reports.mark_reported(leader, report),
+                    lambda _: self.accounts.leader_unreachable(leader, self.world.now),
                 )
         self._decide()
 
@@ -300,17 +299,17 @@ class SimulatedAgent:
         )
         if not found:
             return
-        self.world.log(f"{self.name} says that {self._describe(found)}")
+        self.world.log(f"{self.name} decides: {self._describe(found)}")
         self.world.truth.commit_decided(self, found)
         self._apply_decision(found)
         for node in broadcast_targets(self.live_nodes, self.name):
             self.call(node, "commit_decision", found)
 
     def _describe(self, found: CommitDecision) -> str:
-        whole = f"{self.world.short_name(found.committed)} is whole" if found.committed is not None else ""
-        replicated = f"{self.world.short_name(found.replicated)} is settled" if found.replicated is not None else ""
-        torn = ", ".join(map(self.world.short_name, found.aborted)) + " is torn" if found.aborted else ""
-        return ", ".join(filter(None, (whole, replicated, torn)))
+        committed = f"{self.world.short_name(found.committed)} is committed" if found.committed is not None else ""
+        replicated = f"{self.world.short_name(found.replicated)} is replicated" if found.replicated is not None else ""
+        aborted = ", ".join(map(self.world.short_name, found.aborted)) + " is aborted" if found.aborted else ""
+        return ", ".join(filter(None, (committed, replicated, aborted)))
 
     def _apply_decision(self, found: CommitDecision) -> None:
         self.copies.apply_decision(JOB, found)
@@ -318,7 +317,7 @@ class SimulatedAgent:
     # -- shards -------------------------------------------------------------------------------------------------------
 
     def sealed(self, key: ShardKey) -> None:
-        """What the store does after each seal."""
+        """Delete the version if it was aborted, as the store does after each seal."""
         with self.shelf.exclusive():
             if self.jobs.is_aborted(JOB, key.version_id):
                 self.keeping.delete_versions(JOB, [key.version_id])
@@ -326,16 +325,16 @@ class SimulatedAgent:
 
     def mark_committed(self, group: VersionId) -> None:
         with self.shelf.exclusive():
-            news = self.jobs.mark_committed(JOB, group)
-        if news:
+            changed = self.jobs.mark_committed(JOB, group)
+        if changed:
             self.wake()
 
     def abort_part(self, key: ShardKey) -> None:
         with self.shelf.exclusive():
-            news = self.jobs.abort_part(JOB, key.version_id, key.part)
-            if news:
+            aborted = self.jobs.abort_part(JOB, key.version_id, key.part)
+            if aborted:
                 self.keeping.delete_versions(JOB, [key.version_id])
-        if news:
+        if aborted:
             self.world.truth.part_aborted(key)
             self.wake()
 
@@ -352,7 +351,7 @@ class SimulatedAgent:
         return record, bytes(self.machine.arena.bytes[slot.name])
 
     def verify(self, key: ShardKey) -> bool:
-        """Look at a shard again, and drop it when it is damaged; whether it was."""
+        """Drop a shard if it is damaged, and return whether it was."""
         try:
             record, data = self.read(key)
         except ShardNotFoundError:
@@ -387,10 +386,10 @@ class SimulatedAgent:
     # ---------------------------------------------------------------------
 
     def job_inventory(self, done: Callable[[dict[str, NodeInventory], dict[str, str]], None]) -> None:
-        """What every node of the roster holds; those that do not answer are named.
+        """Return the inventories of all listed nodes, and why nodes did not answer.
 
-        In a large job only this node's partition is asked, and a delegate in each of the others, as in
-        peerstore/peers/peer_inventory.py.
+        A large job is queried as in peerstore/peers/peer_inventory.py: this node's partition directly, each other
+        partition through a delegate.
         """
         partitions = self._node_partitions()
         beyond = partitions.other_partitions(self.name)
@@ -409,29 +408,35 @@ class SimulatedAgent:
         def partition_received(
             members: tuple[str, ...], answer: tuple[Mapping[str, NodeInventory], Mapping[str, str]]
         ) -> None:
-            """By a delegate. Whom it did not reach this node asks itself, unless that is taken for dead here too."""
-            told = {node: answer[0][node] for node in members if node in answer[0]}
-            for one in told.values():
-                self.jobs.incarnations.fence(JOB, one.epoch, one.incarnation)
-            self._note_holders(told, lives)
-            left = [node for node in members if node not in told]
-            dead = {node: answer[1].get(node, "") for node in left if node not in self.live_nodes}
-            left = [node for node in left if node not in dead]
-            if left:
-                self._query_nodes(left, lambda more, unknown: inventories_received(told | more, dead | unknown))
+            """Query live members directly if the delegate did not reach them."""
+            found = {node: answer[0][node] for node in members if node in answer[0]}
+            for inventory in found.values():
+                self.jobs.incarnations.fence(JOB, inventory.epoch, inventory.incarnation)
+            self._note_holders(found, lives)
+            rest = [node for node in members if node not in found]
+            dead = {node: answer[1].get(node, "") for node in rest if node not in self.live_nodes}
+            rest = [node for node in rest if node not in dead]
+            if rest:
+                self._query_nodes(rest, lambda more, unknown: inventories_received(found | more, dead | unknown))
             else:
-                inventories_received(told, dead)
+                inventories_received(found, dead)
 
-        def ask_next(errand: DelegateCandidates) -> None:
-            delegate = errand.next_delegate()
+        def query_delegate(candidates: DelegateCandidates) -> None:
+            delegate = candidates.next_delegate()
             if delegate is None:
-                self._query_nodes(errand.members, inventories_received)
+                self._query_nodes(candidates.members, inventories_received)
             else:
-                heard = partial(partition_received, errand.members)
-                self.call(delegate, "partition_inventory", None, heard, lambda _: ask_next(errand), DELEGATE_TIMEOUT_S)
+                self.call(
+                    delegate,
+                    "partition_inventory",
+                    None,
+                    partial(partition_received, candidates.members),
+                    lambda _: query_delegate(candidates),
+                    DELEGATE_TIMEOUT_S,
+                )
 
         for members in beyond:
-            ask_next(DelegateCandidates(members, gone=lambda node: node not in self.live_nodes))
+            query_delegate(DelegateCandidates(members, gone=lambda node: node not in self.live_nodes))
         self._query_nodes(sorted({self.name, *partitions.partition_of(self.name)}), inventories_received)
 
     def _node_partitions(self) -> NodePartitions:
@@ -444,25 +449,26 @@ class SimulatedAgent:
         return self._partitions[1]
 
     def _partition_inventory(self, done: Callable[[Any], None]) -> None:
-        """Return what this node's partition holds now. Callers during a query share the next one."""
-        self._ask_near.append(done)
-        if self._looking:
+        """Return the inventories of this node's partition. Callers during a query share the next one."""
+        self._partition_waiters.append(done)
+        if self._is_querying_partition:
             return
-        self._looking, asking, self._ask_near = True, self._ask_near, []
+        waiters, self._partition_waiters = self._partition_waiters, []
+        self._is_querying_partition = True
 
         def inventories_received(found: Mapping[str, NodeInventory], silent: Mapping[str, str]) -> None:
-            self._looking = False
-            for one in asking:
-                one((found, silent))
-            if self._ask_near:
-                self._partition_inventory(self._ask_near.pop())
+            self._is_querying_partition = False
+            for waiter in waiters:
+                waiter((found, silent))
+            if self._partition_waiters:
+                self._partition_inventory(self._partition_waiters.pop())
 
         self._query_nodes(sorted({self.name, *self._node_partitions().partition_of(self.name)}), inventories_received)
 
     def _query_nodes(
         self, names: Sequence[str], done: Callable[[dict[str, NodeInventory], dict[str, str]], None]
     ) -> None:
-        """What these hold, as they say themselves."""
+        """Request each node's inventory directly."""
         nodes: dict[str, NodeInventory] = {}
         silent: dict[str, str] = {}
         waiting, living, lives = set(names), self.live_nodes, self._generations(names)
@@ -471,7 +477,7 @@ class SimulatedAgent:
         def inventory_received(node: str, found: NodeInventory | PeerStoreError) -> None:
             if isinstance(found, NodeInventory):
                 if found.verifying and self.world.now - began < NODE_INVENTORY_TIMEOUT_S:
-                    self.run_later(0.2, partial(ask, node))
+                    self.run_later(0.2, partial(query, node))
                     return
                 nodes[node] = found
                 self.jobs.incarnations.fence(JOB, found.epoch, found.incarnation)
@@ -484,7 +490,7 @@ class SimulatedAgent:
             if not waiting:
                 done(nodes, silent)
 
-        def ask(node: str) -> None:
+        def query(node: str) -> None:
             if node == self.name:
                 inventory_received(node, self.local_inventory())
             else:
@@ -499,10 +505,10 @@ class SimulatedAgent:
                 )
 
         for node in names:
-            ask(node)
+            query(node)
 
     def _generations(self, names: Iterable[str]) -> dict[str, int]:
-        """In which of its lives each node is asked."""
+        """Return the generation of each node at the time of a query."""
         return {name: self.members.generation_of(name) for name in names}  # type: ignore[arg-type]
 
     def _note_holders(self, found: Mapping[str, NodeInventory], lives: Mapping[str, int]) -> None:
@@ -517,45 +523,49 @@ class SimulatedAgent:
                     confirm(key, node, lives.get(node, 0))
 
     def repair(self, record: ShardRecord, wait_s: float = 1.0) -> None:
-        """Fetch a shard that was dropped from a node that has it."""
+        """Fetch a dropped shard from a node that has a copy."""
 
         def inventories_received(nodes: dict[str, NodeInventory], _silent: dict[str, str]) -> None:
-            said = {
+            holders = {
                 node: fact.holders
                 for node, looked in nodes.items()
                 for fact in looked.shards
                 if node != self.name and fact.key == record.key
             }
-            self._fetch(record, said, sorted(said), wait_s)
+            self._fetch(record, holders, sorted(holders), wait_s)
 
         self.job_inventory(inventories_received)
 
     def _retry_repair(self, record: ShardRecord, error: PeerStoreError, wait_s: float) -> None:
-        self.world.log(f"{self.name} could not mend {self.world.short_name(record.key)}: {str(error)[:100]}")
+        self.world.log(f"{self.name} could not repair {self.world.short_name(record.key)}: {str(error)[:100]}")
         if should_retry_repair(record, error, self.jobs.versions(JOB).replicated):
             self.run_later(wait_s, partial(self.repair, record, min(60.0, 2 * wait_s)))
 
-    def _fetch(self, record: ShardRecord, said: dict[str, tuple[str, ...]], sources: list[str], wait_s: float) -> None:
+    def _fetch(
+        self, record: ShardRecord, reported: dict[str, tuple[str, ...]], sources: list[str], wait_s: float
+    ) -> None:
         if not sources and self.sharing is not None:
-            self.world.turns.start_streams(partial(self._rebuild, record, original_holders(self.name, said), wait_s))
+            self.world.turns.start_streams(
+                partial(self._rebuild, record, original_holders(self.name, reported), wait_s)
+            )
             return
         if not sources:
-            self._retry_repair(record, PeerUnreachableError("nobody who is reached has it"), wait_s)
+            self._retry_repair(record, PeerUnreachableError("no reachable node has a copy"), wait_s)
             return
 
         def shard_received(found: tuple[ShardRecord, bytes]) -> None:
             if damaged_chunks(found[1], record):
                 self.call(sources[0], "verify_chunks", record.key)
-                self._fetch(record, said, sources[1:], wait_s)
+                self._fetch(record, reported, sources[1:], wait_s)
             else:
-                self._seal_repaired(record, found[1], original_holders(self.name, said), wait_s)
+                self._seal_repaired(record, found[1], original_holders(self.name, reported), wait_s)
 
         self.call(
             sources[0],
             "read_ranges",
             record.key,
             shard_received,
-            lambda _: self._fetch(record, said, sources[1:], wait_s),
+            lambda _: self._fetch(record, reported, sources[1:], wait_s),
         )
 
     def _rebuild(self, record: ShardRecord, holders: tuple[str, ...], wait_s: float) -> None:

@@ -1,6 +1,6 @@
-"""Rules of production, each broken on purpose, to see that the simulation finds out.
+"""Production rules, each broken on purpose to prove that the simulation detects it.
 
-``python -m tests.simulation --break settle-half`` looks for the first schedule in which it shows.
+``python -m tests.simulation --break 'ignore the fence'`` prints the first schedule that fails.
 """
 
 from __future__ import annotations
@@ -37,21 +37,21 @@ from tests.simulation.world import ClusterShape
 from tieredckpt import resolve_step
 
 _FEW_RANKS = ClusterShape(nodes=4, copies=3, parts=2)
-"""Either half of the machines may have a whole version: the job may go on in one, and the other not know of it."""
+"""Either half of the machines may hold a complete version, so the job can resume in either half."""
 _PARITY = ClusterShape(nodes=4, copies=1, parts=4, parity=3)
 
 
 @dataclass(frozen=True)
 class BrokenRule:
-    """What is put in the place of one decision, and which invariant is to notice."""
+    """A replacement for one decision, and the violation that must follow."""
 
     where: Any
     name: str
     instead: Any
     noticed: str
-    """Part of what the violation says."""
+    """Part of the violation's message."""
     kinds: tuple[str, ...] = ()
-    """What happens in the schedules that look for it, in this order; empty: anything."""
+    """Kinds of events in the schedules for this rule, in this order. Empty means any kinds."""
     shape: ClusterShape | None = None
 
     def schedule_of(self, seed: int) -> Schedule:
@@ -64,7 +64,7 @@ _add, _check_fence, _complete, _plan = (
     CommitReports.decide,
     replication_policy.target_holders,
 )
-_torn, _leave_out = PartsTally.newly_aborted, JobVersions.abort_part
+_newly_aborted, _abort_part = PartsTally.newly_aborted, JobVersions.abort_part
 
 
 def _one_report_completes(tally: PartsTally, note: PartsReport) -> None:
@@ -85,7 +85,7 @@ def _count_aborted_as_sealed(tally: PartsTally, note: PartsReport) -> None:
 
 
 def _trust_the_writer(versions: JobVersions, group: VersionId, part: int, _here: Any) -> bool:
-    return _leave_out(versions, group, part, ())
+    return _abort_part(versions, group, part, ())
 
 
 def _abort_alone(jobs: JobTable, job: str, groups: Any) -> list[VersionId]:
@@ -94,13 +94,13 @@ def _abort_alone(jobs: JobTable, job: str, groups: Any) -> list[VersionId]:
 
 
 def _abort_incomplete(tally: PartsTally) -> tuple[VersionId, ...]:
-    tally._aborted |= {group: False for group, said in tally._reports.items() if not said.whole}
-    return _torn(tally)
+    tally._aborted |= {group: False for group, report in tally._reports.items() if not report.whole}
+    return _newly_aborted(tally)
 
 
 def _abort_complete(tally: PartsTally) -> tuple[VersionId, ...]:
-    tally._aborted |= {group: False for group, said in tally._reports.items() if said.whole}
-    return _torn(tally)
+    tally._aborted |= {group: False for group, report in tally._reports.items() if report.whole}
+    return _newly_aborted(tally)
 
 
 def _keep_old_partners(held: HeldShard, *, partners: Any, **known: Any) -> tuple[str, ...]:
@@ -112,20 +112,18 @@ def _ignore_racks(nodes: Any, copies: int, levels: tuple[str, ...]) -> ReplicaPl
 
 
 BROKEN = {
-    "evict below whole": BrokenRule(
+    "evict below committed": BrokenRule(
         JobTable,
         "rollback_targets",
         lambda _, whole, mending=None: newest_committed(whole),
-        "the last copy of a part of what",
+        "the last copy of a part of the version to resume from",
     ),
-    "keep all of the past": BrokenRule(slot_eviction, "abandoned_slots", lambda *_, **__: [], "cannot go on"),
-    "count what was not compared": BrokenRule(
-        transfers, "is_chunk_intact", lambda *_: True, "that has bytes nobody wrote"
+    "keep abandoned versions": BrokenRule(slot_eviction, "abandoned_slots", lambda *_, **__: [], "cannot resume"),
+    "accept chunks without comparing": BrokenRule(
+        transfers, "is_chunk_intact", lambda *_: True, "sealed a damaged copy"
     ),
-    "load what was not compared": BrokenRule(
-        simulated_restore, "damaged_chunks", lambda *_: (), "was loaded with bytes"
-    ),
-    "let the past write": BrokenRule(
+    "load without comparing": BrokenRule(simulated_restore, "damaged_chunks", lambda *_: (), "was loaded damaged"),
+    "ignore the fence": BrokenRule(
         Incarnations,
         "check_fence",
         _ignore_fence,
@@ -138,91 +136,117 @@ BROKEN = {
         "_why_no_quorum",
         lambda _: "",
         "let an incarnation begin",
-        ("save", "wait", "part", *["wait"] * 2, *["restart all"] * 2, "wait", *["save"] * 3, "wait"),
+        ("save", "wait", "partition", *["wait"] * 2, *["restart all"] * 2, "wait", *["save"] * 3, "wait"),
         _FEW_RANKS,
     ),
-    "settle without a quorum": BrokenRule(
+    "decide without a quorum": BrokenRule(
         CommitReports,
         "decide",
         _decide_without_quorum,
-        "both halves of a partition settle",
-        ("save", "wait", "part", *["wait"] * 2, "restart all", "wait", *["save"] * 3, "wait", *["save"] * 2, "wait"),
+        "both halves of a partition report versions as replicated",
+        (
+            "save",
+            "wait",
+            "partition",
+            *["wait"] * 2,
+            "restart all",
+            "wait",
+            *["save"] * 3,
+            "wait",
+            *["save"] * 2,
+            "wait",
+        ),
         ClusterShape(nodes=3, copies=2, parts=1),
     ),
-    "settle with what one tells": BrokenRule(PartsTally, "add", _one_report_completes, "is settled, but part"),
-    "count what was left out": BrokenRule(PartsTally, "add", _count_aborted_as_sealed, "is whole without"),
-    "tear what is on its way": BrokenRule(PartsTally, "newly_aborted", _abort_incomplete, "and nobody left a part out"),
-    "tear what is whole": BrokenRule(PartsTally, "newly_aborted", _abort_complete, "two answers"),
-    "believe who did not hear": BrokenRule(
-        JobVersions, "abort_part", _trust_the_writer, "for left out, and was sealed"
+    "replicate after one report": BrokenRule(PartsTally, "add", _one_report_completes, "as replicated, but part"),
+    "count aborted parts as sealed": BrokenRule(PartsTally, "add", _count_aborted_as_sealed, "as committed without"),
+    "abort incomplete versions": BrokenRule(
+        PartsTally, "newly_aborted", _abort_incomplete, "as aborted, but no rank skipped its part"
     ),
-    "keep what is torn": BrokenRule(JobTable, "mark_aborted", _abort_alone, "what is torn still takes room"),
+    "abort complete versions": BrokenRule(PartsTally, "newly_aborted", _abort_complete, "contradictory decisions"),
+    "trust an abort of a sealed part": BrokenRule(
+        JobVersions, "abort_part", _trust_the_writer, "was aborted although it was sealed"
+    ),
+    "keep aborted versions": BrokenRule(JobTable, "mark_aborted", _abort_alone, "aborted versions are not deleted"),
     "ignore racks": BrokenRule(memory, "_cached_placement", _ignore_racks, "in one rack"),
-    "seek no new partner": BrokenRule(
+    "keep old partners": BrokenRule(
         replication_policy,
         "target_holders",
         _keep_old_partners,
         "took the last copy",
         ("save", "wait", "crash", *["wait"] * 4, "crash"),
     ),
-    "mend never": BrokenRule(
+    "never repair": BrokenRule(
         agent,
         "should_retry_repair",
         lambda *_: False,
-        "its copies again",
-        ("save", "wait", "part", *["corrupt"] * 2, "heal"),
+        "lacks copies after the faults",
+        ("save", "wait", "partition", *["corrupt"] * 2, "heal"),
     ),
-    "believe who started again": BrokenRule(SwimMembership, "generation_of", lambda *_: 1, "its copies again"),
-    "believe parity's members who started again": BrokenRule(
+    "trust restarted holders": BrokenRule(
+        SwimMembership, "generation_of", lambda *_: 1, "lacks copies after the faults"
+    ),
+    "trust restarted parity members": BrokenRule(
         ParityStrategy,
         "confirmed_holders",
         lambda sharing, key, _life: tuple(sharing._holders.get(key, ())),
-        "is not made again from parity",
+        "is not rebuilt from parity",
         ("save", "wait", "crash and return"),
         _PARITY,
     ),
-    "count on two parts of one node": BrokenRule(
+    "count two parts of one node": BrokenRule(
         ParityStore,
         "_undisturbed",
         lambda _, kept: list(kept),
-        "does not get its copies again",
+        "lacks copies after the faults",
         ("save", "wait", "crash and return"),
         _PARITY,
     ),
-    "ask for ever": BrokenRule(ReplicationState, "task_done", lambda *_: None, "and no end"),
-    "choose what is torn": BrokenRule(resolve_step.Candidate, "is_complete", True, "was never complete"),
-    "choose alone": BrokenRule(
+    "never finish a task": BrokenRule(ReplicationState, "task_done", lambda *_: None, "still not at rest"),
+    "choose incomplete steps": BrokenRule(resolve_step.Candidate, "is_complete", True, "was never complete"),
+    "choose without voting": BrokenRule(
         simulated_restore,
         "elect_step",
         lambda votes: max(votes[0], default=None),
-        "do not load the same step",
+        "do not all choose the same step",
         ("save", "wait", "save", "noise", *["restart all", "wait", "wait"] * 3),
     ),
     "choose the oldest": BrokenRule(resolve_step, "_order", lambda group: (-group.version,), "could be reached"),
-    "choose what was left": BrokenRule(
+    "choose superseded steps": BrokenRule(
         resolve_step.IncarnationBranches,
         "supersede",
         lambda *_: False,
-        "had left it behind",
-        ("save", "wait", "part", *["save"] * 2, "wait", "restart all", "wait", *["save"] * 2, "heal", "restart all"),
+        "superseded it",
+        (
+            "save",
+            "wait",
+            "partition",
+            *["save"] * 2,
+            "wait",
+            "restart all",
+            "wait",
+            *["save"] * 2,
+            "heal",
+            "restart all",
+        ),
         _FEW_RANKS,
     ),
-    "take silence for absence": BrokenRule(
-        resolve_step.Resolution, "unreachable", property(lambda _: (), lambda *_: None), "starts from nothing"
+    "treat silence as absence": BrokenRule(
+        resolve_step.Resolution, "unreachable", property(lambda _: (), lambda *_: None), "starts without a checkpoint"
     ),
 }
 
 
 @contextlib.contextmanager
 def break_rule(name: str | None) -> Iterator[None]:
-    """While the block runs, this rule does not hold; ``None`` breaks none."""
+    """Break the named rule, or none for ``None``, while the block runs."""
     if name is None:
         yield
         return
     rule = BROKEN[name]
-    kept = vars(rule.where)[rule.name]
+    original = vars(rule.where)[rule.name]
     setattr(rule.where, rule.name, rule.instead)
     try:
         yield
     finally:
-        setattr(rule.where, rule.name, kept)
+        setattr(rule.where, rule.name, original)

@@ -1,4 +1,4 @@
-"""What must hold whatever happens, and what of it the faults so far excuse."""
+"""Invariants of a simulated cluster, and the faults that excuse a loss."""
 
 from __future__ import annotations
 
@@ -22,51 +22,51 @@ if TYPE_CHECKING:
     from tests.simulation.world import Machine, SimulatedWorld
 
 CALM_S = 12.0
-"""After this long without trouble, what was lost has been noticed and copied again."""
+"""Seconds without a fault after which lost copies must have been detected and replaced."""
 NOTICED_S = 8.0
-"""After this long both sides of a partition know of it."""
+"""Seconds after which both sides must have detected a partition."""
 
 
 @dataclass
 class _Rollback:
-    """The job went on from ``base`` as incarnation ``epoch``, which left what is newer and older than that."""
+    """A resume from ``base`` as ``epoch``, which abandons newer versions of earlier epochs."""
 
     base: VersionId
     epoch: int
-    told: set[str]
-    """The machines that did, and have not crashed since."""
+    machines: set[str]
+    """Machines that resumed and have not crashed since."""
 
-    def leaves(self, group: VersionId) -> bool:
+    def abandons(self, group: VersionId) -> bool:
         return group > self.base and group.epoch < self.epoch
 
 
 class Invariants(Holdings):
-    """What is there, and what the job was promised."""
+    """Checks of the cluster's decisions against the sealed shards that exist."""
 
     def __init__(self, world: SimulatedWorld) -> None:
         super().__init__(world)
         self._bases: dict[VersionId, int | None] = {}
         self._saved_in_calm: set[VersionId] = set()
         self._owner: dict[str, tuple[tuple[int, str], float]] = {}
-        """The newest incarnation that each machine has let write in its memory's life, and since when."""
+        """The newest incarnation that each machine has admitted since its last crash, and since when."""
         self._accepted: dict[tuple[int, str], dict[str, float]] = {}
         self._declared: list[tuple[float, str, VersionId]] = []
-        """Who said of which version that it is settled, and when."""
-        self._went_back: list[_Rollback] = []
-        self._unsaid: set[tuple[int, VersionId]] = set()
-        """Incarnations that may say what they went on from only once they are let write."""
+        """Time, commit leader and version of each report that a version is replicated."""
+        self._rollbacks: list[_Rollback] = []
+        self._unrecorded: set[tuple[int, VersionId]] = set()
+        """Epochs that resumed without a quorum, whose rollback counts once a machine admits them."""
         self.floor: VersionId | None = None
-        """The version that must stay recoverable: the last one that was settled, or that the job went on from."""
+        """The version that must stay recoverable: the last one replicated or resumed from."""
         self._floor_at = 0.0
         self._floor_lost = False
         self._troubled_at = 0.0
         self.replicated: list[VersionId] = []
-        self._left_out: set[VersionId] = set()
-        """Versions of which a rank has left out its part, and told its agent so."""
+        self._skipped: set[VersionId] = set()
+        """Versions of which a rank skipped its part and reported that to its agent."""
         self._answers: dict[VersionId, str] = {}
-        """What was told of versions: whole, or torn."""
+        """The decision about each version: committed or aborted."""
 
-    # -- what happens -------------------------------------------------------------------------------------------------
+    # -- events -------------------------------------------------------------------------------------------------------
 
     def version_saved(self, group: VersionId, base: int | None, parts: int) -> None:
         self._bases[group] = base
@@ -75,11 +75,11 @@ class Invariants(Holdings):
             self._saved_in_calm.add(group)
 
     def begin(self) -> None:
-        """That all machines start is no trouble: the first version is kept as well as any other."""
+        """Forget the start of the machines, which excuses no loss."""
         self._troubled_at = float("-inf")
 
     def record_trouble(self) -> None:
-        """Something went wrong that the cluster needs time to get over."""
+        """Record a fault from which the cluster needs time to recover."""
         self._troubled_at = self._world.now
 
     @property
@@ -99,7 +99,7 @@ class Invariants(Holdings):
         was_calm = self.is_calm
         self._owner.pop(machine.name, None)
         self._lose_machine(machine.name)
-        self._forget_restarts(machine.name)
+        self._forget_rollbacks(machine.name)
         self._fault(f"the crash of {machine.name}", excused=not was_calm)
 
     def corrupt_shard(self, machine: Machine, number: int) -> bool:
@@ -109,7 +109,7 @@ class Invariants(Holdings):
             (key, slot)
             for (name, slot), key in [*self._keys.items(), *parities.items()]
             if name == machine.name
-            if (name, slot) not in self._hidden  # the same bit twice would mend it
+            if (name, slot) not in self._hidden  # flipping the same bit twice would repair it
         )
         if not slots:
             return False
@@ -124,7 +124,7 @@ class Invariants(Holdings):
         self._fault(f"one flipped bit at {machine.name}", excused=not was_calm)
         return True
 
-    def _fault(self, what: str, *, excused: bool) -> None:
+    def _fault(self, fault: str, *, excused: bool) -> None:
         self.record_trouble()
         if self.floor is None or self._floor_lost or self.is_recoverable(self.floor):
             return
@@ -132,7 +132,7 @@ class Invariants(Holdings):
         enough = self._world.redundant and bool(self.live_machines()) and not self._hidden
         if not excused and enough and self._world.now - self._floor_at > CALM_S and self._has_room:
             raise Violation(
-                f"{what} took the last copy of a part of {self._world.short_name(self.floor)}, which was to have "
+                f"{fault} took the last copy of a part of {self._world.short_name(self.floor)}, which should have "
                 f"{self._world.copies}"
             )
 
@@ -140,33 +140,35 @@ class Invariants(Holdings):
     def _has_room(self) -> bool:
         return self._world.shape.budget_shards >= 12 * self._world.shape.parts
 
-    # -- what is there ------------------------------------------------------------------------------------------------
+    # -- recoverability -----------------------------------------------------------------------------------------------
 
     def is_protected(self) -> bool:
-        """Whether the version to go back to has all the copies it can have."""
+        """Return whether the version to resume from has all the copies it can have."""
         if self.floor is None or self._floor_lost:
             return True
         living = self.live_machines()
         if not self.is_recoverable(self.floor, living):
-            return True  # what it needs is on machines that are away
+            return True  # the other machines have its parts
         if self._world.shape.parity:
             return all(self._survives_one(self.floor, part, living) for part in range(self.parts_of(self.floor)))
         return all(self._has_all_copies(self.floor, part, living) for part in range(self.parts_of(self.floor)))
 
     def is_parity_restored(self) -> bool:
-        """Whether all of the version to go back to is there that parity can make again."""
+        """Return whether parity has rebuilt every part it can of the version to resume from."""
         if self.floor is None or self._floor_lost or not self._world.shape.parity:
             return True
         living = self.live_machines()
         return self.is_complete(self.floor, living) or not self.is_recoverable(self.floor, living)
 
     def _survives_one(self, group: VersionId, part: int, living: set[str]) -> bool:
-        """Whether any one machine may be lost, as far as another one is there."""
+        """Return whether a part survives the loss of any one machine, if more than one is live."""
         return len(living) < 2 or all(self._is_part_recoverable(group, part, living - {one}) for one in living)
 
     def _has_all_copies(self, group: VersionId, part: int, living: set[str]) -> bool:
-        """Whether a part has all the copies it can have: of no part more than a few versions are kept on one machine,
-        and newer ones that may yet be whole are not given up for another copy of this one."""
+        """Return whether a part has all the copies it can have.
+
+        A machine holds only a few versions of each part, and does not evict newer ones that can still become complete.
+        """
         newer = Counter(
             machine
             for (machine, _), key in self._keys.items()
@@ -177,33 +179,33 @@ class Invariants(Holdings):
         able = [name for name in living - holders if newer[name] < SLOTS + BURST]
         return len(holders) >= min(self._world.copies, len(holders) + len(able))
 
-    # -- what must hold -----------------------------------------------------------------------------------------------
+    # -- invariants ---------------------------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """Nothing that was given up was the last way back."""
-        given_up, self.news = self.news, []
-        gone = {key for _, key in given_up}
-        for machine, key in given_up:
+        """Check that no agent has deleted the last copy of a part of the version to resume from."""
+        deleted, self.deleted_copies = self.deleted_copies, []
+        gone = {key for _, key in deleted}
+        for machine, key in deleted:
             group = key.version_id
-            if self._floor_lost or group not in self._whole_at or self.holders(group, key.part):
+            if self._floor_lost or group not in self._completed_at or self.holders(group, key.part):
                 continue
             if group == self.floor or (
                 self.floor is None and not self.groups() and self._was_complete_with(group, gone)
             ):
                 raise Violation(
-                    f"{machine} gave up {self._world.short_name(key)}, "
-                    "the last copy of a part of what the job goes back to"
+                    f"{machine} deleted {self._world.short_name(key)}, "
+                    "the last copy of a part of the version to resume from"
                 )
 
     def restore_chosen(self, restore: SimulatedRestore) -> None:
-        """The ranks know what they are about to load."""
+        """Check that all ranks load the same complete step."""
         groups = set(restore.choices.values())
         if len(groups) > 1 or len(restore.choices) < len(restore.nodes):
-            ways = ", ".join(f"{name}: {self._world.short_name(group)}" for name, group in restore.choices.items())
-            raise Violation(f"the ranks do not load the same step: {ways} of {','.join(restore.nodes)}")
-        torn = [group for group in groups if len(self._sealed_once[group]) < self.parts_of(group)]
-        if torn:
-            raise Violation(f"the ranks choose {self._world.short_name(min(torn))}, which was never complete")
+            choices = ", ".join(f"{name}: {self._world.short_name(group)}" for name, group in restore.choices.items())
+            raise Violation(f"the ranks on {','.join(restore.nodes)} do not all choose the same step: {choices}")
+        incomplete = [group for group in groups if len(self._sealed_once[group]) < self.parts_of(group)]
+        if incomplete:
+            raise Violation(f"the ranks choose {self._world.short_name(min(incomplete))}, which was never complete")
 
     def _was_complete_with(self, group: VersionId, gone: set[ShardKey]) -> bool:
         just = {key.part for key in gone if key.version_id == group}
@@ -211,38 +213,42 @@ class Invariants(Holdings):
 
     def shard_loaded(self, key: ShardKey, data: bytes, written: bytes) -> None:
         if data != written:
-            raise Violation(f"{self._world.short_name(key)} was loaded with bytes that nobody wrote")
+            raise Violation(f"{self._world.short_name(key)} was loaded damaged")
 
     def part_aborted(self, key: ShardKey) -> None:
-        """An agent has heard, and believes, that this part was never sealed."""
+        """Check that the part an agent aborted was never sealed."""
         if key.part in self._sealed_once.get(key.version_id, ()):
-            raise Violation(f"{self._world.short_name(key)} is taken for left out, and was sealed")
-        self._left_out.add(key.version_id)
+            raise Violation(f"{self._world.short_name(key)} was aborted although it was sealed")
+        self._skipped.add(key.version_id)
 
     def commit_decided(self, agent: SimulatedAgent, found: CommitDecision) -> None:
-        """The one that counts has come to an answer."""
+        """Check a decision of the commit leader against the sealed shards."""
         for group in found.aborted:
-            self._record_answer(agent, group, "torn")
-            if group not in self._left_out:
-                raise Violation(f"{agent.name}: {self._world.short_name(group)} is torn, and nobody left a part out")
+            self._record_answer(agent, group, "aborted")
+            if group not in self._skipped:
+                raise Violation(
+                    f"{agent.name} reports {self._world.short_name(group)} as aborted, but no rank skipped its part"
+                )
         if found.committed is not None:
             missing = self.parts_of(found.committed) - len(self._sealed_once.get(found.committed, ()))
             if missing:
                 raise Violation(
-                    f"{agent.name} says that {self._world.short_name(found.committed)} is whole without {missing}"
+                    f"{agent.name} reports {self._world.short_name(found.committed)} as committed without "
+                    f"{missing} of its parts"
                 )
-            self._record_answer(agent, found.committed, "whole")
+            self._record_answer(agent, found.committed, "committed")
         if found.replicated is not None:
             self.version_replicated(agent, found.replicated)
 
     def _record_answer(self, agent: SimulatedAgent, group: VersionId, answer: str) -> None:
         if self._answers.setdefault(group, answer) != answer:
             raise Violation(
-                f"two answers: {agent.name} says that {self._world.short_name(group)} is {answer} after all"
+                f"contradictory decisions: {agent.name} reports {self._world.short_name(group)} as {answer} after "
+                f"it was {self._answers[group]}"
             )
 
-    def retained_torn_versions(self) -> str:
-        """What is kept of versions that a node which is there knows to be torn; nothing when all has heard of it."""
+    def retained_aborted_versions(self) -> str:
+        """Describe the copies left of versions that a live node knows to be aborted; empty for none."""
         agents = [machine.agent for machine in self._world.machines.values() if machine.agent is not None]
         known = {group for agent in agents for group in agent.jobs.versions("job").aborted}
         living = self.live_machines()
@@ -250,7 +256,7 @@ class Invariants(Holdings):
         return "; ".join(f"{self._world.short_name(group)}: {self.describe(group)}" for group in sorted(held))
 
     def version_replicated(self, agent: SimulatedAgent, group: VersionId) -> None:
-        """The commit leader says that all parts of a version have their copies."""
+        """Check the commit leader's report that all parts of a version have their copies."""
         self.replicated.append(group)
         world = self._world
         self._check_one_side(agent.name, group)
@@ -262,19 +268,18 @@ class Invariants(Holdings):
                     world.shape.parity and not self._survives_one(group, part, living)
                 ):
                     raise Violation(
-                        f"{agent.name} says that {world.short_name(group)} is settled, but {self.describe(group)}"
+                        f"{agent.name} reports {world.short_name(group)} as replicated, but {self.describe(group)}"
                     )
                 if group in self._saved_in_calm and self._is_in_one_rack(group, part):
                     raise Violation(
-                        f"{agent.name} says that {world.short_name(group)} is settled, "
-                        "but all copies of a part are in one "
-                        f"rack: {self.describe(group)}"
+                        f"{agent.name} reports {world.short_name(group)} as replicated, but all copies of a part are "
+                        f"in one rack: {self.describe(group)}"
                     )
         unnoticed = any(self._keys[where].version_id == group for where in self._hidden if where in self._keys)
         if not self.is_recoverable(group) and (unnoticed or world.now - self._troubled_at < NOTICED_S):
-            self._floor_lost = True  # what was lost could not be known yet, and is more than the copies allow for
+            self._floor_lost = True  # more copies were lost than the version tolerates, and no node could know yet
         elif (
-            world.redundant  # with one copy of each, what is whole counts
+            world.redundant  # with one copy of each part, `committed` sets the floor
             and self.is_recoverable(group)
             and not self._is_rolled_back(group)
             and (self.floor is None or self._floor_lost or group > self.floor)
@@ -282,7 +287,7 @@ class Invariants(Holdings):
             self._set_floor(group)
 
     def _check_one_side(self, leader: str, group: VersionId) -> None:
-        """What is settled makes older versions superfluous: never may both halves of a partition say it."""
+        """Check that only one half of a partition reports replicated versions, which let it delete older ones."""
         began = self._parted_since()
         here = self._side_of(leader)
         if here is None or self._world.now < began:
@@ -290,104 +295,104 @@ class Invariants(Holdings):
         for at, other, replicated in self._declared:
             if at >= began and other not in here:
                 raise Violation(
-                    f"both halves of a partition settle versions, and may give up older ones: {leader} "
-                    f"{self._world.short_name(group)}, {other} {self._world.short_name(replicated)}"
+                    "both halves of a partition report versions as replicated, and may delete older ones: "
+                    f"{leader} {self._world.short_name(group)}, {other} {self._world.short_name(replicated)}"
                 )
         self._declared.append((self._world.now, leader, group))
 
     def _parted_since(self) -> float:
-        """Since when both sides of the partition there is have had the time to notice it."""
+        """Return the time by which both sides must have detected the current partition."""
         return self._world.network.parted_at + self._world.window_s
 
     def _side_of(self, machine: str) -> Collection[str] | None:
         return next((side for side in self._world.network.sides if machine in side), None)
 
     def _is_in_one_rack(self, group: VersionId, part: int) -> bool:
-        """Whether one rack has all copies of a part although every node could have a partner in another one."""
+        """Return whether one rack has all copies although every node could have a partner in another rack."""
         racks = {name: machine.node.failure_domain("rack") for name, machine in self._world.machines.items()}
         sizes = Counter(racks[name] for name in self.live_machines())
-        there = {racks[name] for name in self.holders(group, part)}
-        return self._world.copies > 1 and len(there) == 1 and 2 * max(sizes.values()) <= sizes.total()
+        used = {racks[name] for name in self.holders(group, part)}
+        return self._world.copies > 1 and len(used) == 1 and 2 * max(sizes.values()) <= sizes.total()
 
     def _is_rolled_back(self, group: VersionId) -> bool:
-        """Whether the job has gone back to an older version since this one was written."""
-        return any(restart.leaves(group) for restart in self._went_back)
+        """Return whether the job has resumed from an older version since this one was written."""
+        return any(rollback.abandons(group) for rollback in self._rollbacks)
 
-    def _forget_restarts(self, machine: str) -> None:
-        """A restart that only machines knew of that have crashed since has not happened, as far as anybody can know.
+    def _forget_rollbacks(self, machine: str) -> None:
+        """Forget rollbacks that no machine remembers after a crash.
 
-        What was settled meanwhile by those who had not heard of it is what the job goes back to then.
+        The job then resumes from the newest version that other nodes replicated in the meantime.
         """
-        for restart in list(self._went_back):
-            restart.told.discard(machine)
-            if not restart.told and restart.base not in self._recorded_bases():
-                self._went_back.remove(restart)
+        for rollback in list(self._rollbacks):
+            rollback.machines.discard(machine)
+            if not rollback.machines and rollback.base not in self._recorded_bases():
+                self._rollbacks.remove(rollback)
                 kept = [
                     group for group in self.replicated if self.is_complete(group) and not self._is_rolled_back(group)
                 ]
-                if self.floor == restart.base and max(kept, default=self.floor) > self.floor:
+                if self.floor == rollback.base and max(kept, default=self.floor) > self.floor:
                     self._set_floor(max(kept))
 
     def _recorded_bases(self) -> set[VersionId]:
-        """What the job went on from, as it is noted on the machines that are there."""
-        notes = [machine.arena.get_metadata(f"{JOB_METADATA}job") for machine in self._world.machines.values()]
-        bases = [msgspec.msgpack.decode(note, type=JobMetadata).resume_point for note in notes if note is not None]
+        """Return the versions that the arenas record as the job's resume point."""
+        records = [machine.arena.get_metadata(f"{JOB_METADATA}job") for machine in self._world.machines.values()]
+        bases = [msgspec.msgpack.decode(data, type=JobMetadata).resume_point for data in records if data is not None]
         return {base.version_id for base in bases if base is not None}
 
     def _set_floor(self, group: VersionId) -> None:
         self.floor, self._floor_at, self._floor_lost = group, self._world.now, False
 
     def restarted_empty(self, restore: SimulatedRestore) -> None:
-        """Everybody answered that there is nothing."""
-        there = self._known_versions(self.live_machines(), restore.began)
-        if there:
+        """Check that the job starts without a checkpoint only if the live machines have none."""
+        existing = self._known_versions(self.live_machines(), restore.began)
+        if existing:
             raise Violation(
-                f"the job starts from nothing on {','.join(restore.nodes)}, "
-                f"but {self._world.short_name(max(there))} is "
-                f"there: {self.describe(max(there))}"
+                f"the job starts without a checkpoint on {','.join(restore.nodes)}, "
+                f"but {self._world.short_name(max(existing))} exists: {self.describe(max(existing))}"
             )
 
     def version_restored(self, restore: SimulatedRestore, group: VersionId) -> None:
-        """All ranks have loaded ``group``."""
+        """Check that ``group``, which all ranks have loaded, is the newest valid version."""
         reach = restore.answering_nodes() & self.live_machines()
-        there = [
+        reachable = [
             one
             for one in self._known_versions(reach, restore.began)
-            if self._was_held_throughout(one, reach, restore.photo)
+            if self._was_held_throughout(one, reach, restore.holders_before)
         ]
-        best = self._newest_valid(there)
+        best = self._newest_valid(reachable)
         world = self._world
         if best is not None and best not in restore.refused and _version_order(group) < _version_order(best):
             raise Violation(
-                f"the job goes back to {world.short_name(group)} although {world.short_name(best)} could be reached: "
+                f"the job resumes from {world.short_name(group)} although {world.short_name(best)} could be reached: "
                 f"{self.describe(best)}"
             )
-        later = [one for one in there if self._discards(one, group)]
+        later = [one for one in reachable if self._discards(one, group)]
         if later:
-            raise Violation(f"{world.short_name(group)} won although {world.short_name(later[0])} had left it behind")
+            raise Violation(
+                f"the job resumes from {world.short_name(group)} although {world.short_name(later[0])} superseded it"
+            )
         if any(agent.members.has_quorum for agent in restore.agents.values()):
             self._record_resume(group, restore.epoch, restore.nodes)
-        else:  # of nodes that cannot go on alone: what the others keep is not known here
+        else:  # without a quorum, the other nodes may still resume from another version
             self._floor_lost = True
-            self._unsaid.add((restore.epoch, group))
+            self._unrecorded.add((restore.epoch, group))
 
     def _record_resume(self, group: VersionId, epoch: int, nodes: Iterable[str]) -> None:
-        self._went_back = [earlier for earlier in self._went_back if earlier.base > group]
-        self._went_back.append(_Rollback(group, epoch, set(nodes)))
+        self._rollbacks = [earlier for earlier in self._rollbacks if earlier.base > group]
+        self._rollbacks.append(_Rollback(group, epoch, set(nodes)))
         self._set_floor(group)
         self._floor_lost = not self.is_complete(group)
 
-    def _was_held_throughout(self, group: VersionId, reach: set[str], photo: dict[ShardKey, set[str]]) -> bool:
-        """Whether who answered held all of it from when they were asked until now."""
-        keys = [key for key in photo if key.version_id == group]
-        held = [photo[key] & self.holders(group, key.part) & reach for key in keys]
+    def _was_held_throughout(self, group: VersionId, reach: set[str], before: dict[ShardKey, set[str]]) -> bool:
+        """Return whether nodes in ``reach`` held all parts of a version, in ``before`` and now."""
+        keys = [key for key in before if key.version_id == group]
+        held = [before[key] & self.holders(group, key.part) & reach for key in keys]
         return len(keys) == self.parts_of(group) and all(held)
 
     def committed(self, group: VersionId) -> None:
-        """All parts of a version are sealed: with one copy of each that is all there can be.
+        """Require a version whose parts are all sealed to stay recoverable, if each part has one copy only.
 
-        A fault that takes it before its version is committed takes as much as one does that comes right after that,
-        and nobody has promised that one fault is survived.
+        A fault before the commit excuses the loss, like a fault right after it: one copy survives no fault.
         """
         if self._world.redundant:
             return
@@ -397,19 +402,19 @@ class Invariants(Holdings):
             self._floor_lost = True
 
     def _known_versions(self, among: Iterable[str], before: float) -> list[VersionId]:
-        return [group for group in self.groups(set(among)) if self._whole_at[group] < before]
+        return [group for group in self.groups(set(among)) if self._completed_at[group] < before]
 
     def _newest_valid(self, groups: list[VersionId]) -> VersionId | None:
-        """The newest of those that no later incarnation has left behind. Told anew, not by calling the resolver."""
-        kept = [group for group in groups if not any(self._discards(later, group) for later in groups)]
-        return max(kept, key=_version_order, default=None)
+        """Return the newest version that no later incarnation has superseded, without the production resolver."""
+        valid = [group for group in groups if not any(self._discards(later, group) for later in groups)]
+        return max(valid, key=_version_order, default=None)
 
     def _discards(self, later: VersionId, earlier: VersionId) -> bool:
         base = self._bases.get(later)
         return later.epoch > earlier.epoch and base is not None and base < earlier.version
 
     def write_admitted(self, trainers: Trainers, machine: str) -> None:
-        """A machine has let a rank write or seal: never one of the past, once it can know of a newer incarnation."""
+        """Check that a machine admits no write of an old incarnation once it can know of a newer one."""
         incarnation, living = (trainers.epoch, trainers.name), self.live_machines()
         if self._owner.get(machine, (incarnation, 0.0))[0] != incarnation or machine not in self._owner:
             self._owner[machine] = incarnation, self._world.now
@@ -418,14 +423,14 @@ class Invariants(Holdings):
         )
         known = self._world.network.is_calm and self._world.now - max(self._quiet_since, -since) > NOTICED_S
         if incarnation < newest and machine in living and known:
-            raise Violation(f"{machine} lets {incarnation} write although the job belongs to {newest}")
+            raise Violation(f"{machine} admits a write of {incarnation} although the job belongs to {newest}")
 
     def incarnation_admitted(self, trainers: Trainers, machine: str) -> None:
-        """A machine lets an incarnation write: never may both halves of a partition let different ones begin."""
+        """Check that the halves of a partition do not admit different incarnations."""
         self.write_admitted(trainers, machine)
         incarnation, origin = (trainers.epoch, trainers.name), trainers.origin
-        if origin is not None and (trainers.epoch, origin) in self._unsaid:
-            self._unsaid.discard((trainers.epoch, origin))
+        if origin is not None and (trainers.epoch, origin) in self._unrecorded:
+            self._unrecorded.discard((trainers.epoch, origin))
             self._record_resume(origin, trainers.epoch, trainers.places)
         known = self._accepted.setdefault(incarnation, {})
         if machine in known:

@@ -1,4 +1,4 @@
-"""An arena in a dictionary, and shards of a few bytes, so that the real store's rooms run without threads and files."""
+"""An arena in memory and tiny shards, for running the real store without threads and files."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ SLOTS, BURST = 2, 1
 
 
 class DictArena:
-    """The contract of an arena, without files: slots are byte arrays, notes are bytes."""
+    """An arena without files: slots are byte arrays, metadata is bytes."""
 
     def __init__(self) -> None:
         self.bytes: dict[str, bytearray] = {}
-        self._notes: dict[str, bytes] = {}
+        self._metadata: dict[str, bytes] = {}
         self.full = False
-        """The machine has no memory left for another slot."""
-        self.sealed: Callable[[str, bytes], None] = lambda _slot, _note: None
-        """Told what a slot holds from now on."""
+        """Whether the machine has no memory left for another slot."""
+        self.sealed: Callable[[str, bytes], None] = lambda _slot, _data: None
+        """Callback with a slot's name and new seal metadata."""
         self.unsealed: Callable[[str], None] = lambda _slot: None
-        """Told when what a slot holds is about to be given up."""
+        """Callback with the name of a slot whose shard is about to be deleted."""
 
     def create(self, name: str, size_bytes: int) -> None:
         if self.full:
@@ -52,7 +52,7 @@ class DictArena:
         self.bytes.pop(name, None)
 
     def open(self, name: str, *, writable: bool = False) -> int:
-        raise NotImplementedError("nothing is read from files here")
+        raise NotImplementedError("this arena has no files")
 
     def path(self, name: str) -> str:
         return name
@@ -67,31 +67,31 @@ class DictArena:
         return {}
 
     def put_metadata(self, name: str, data: bytes) -> None:
-        self._notes[name] = data
+        self._metadata[name] = data
         if name.startswith(SEALED):
             self.sealed(name.removeprefix(SEALED), data)
 
     def get_metadata(self, name: str) -> bytes | None:
-        return self._notes.get(name)
+        return self._metadata.get(name)
 
     def remove_metadata(self, name: str) -> None:
-        if name in self._notes and name.startswith(SEALED):
+        if name in self._metadata and name.startswith(SEALED):
             self.unsealed(name.removeprefix(SEALED))
-        self._notes.pop(name, None)
+        self._metadata.pop(name, None)
 
     def list_metadata(self, prefix: str) -> list[str]:
-        return sorted(name for name in self._notes if name.startswith(prefix))
+        return sorted(name for name in self._metadata if name.startswith(prefix))
 
     def purge(self, *, keep: str = "") -> None:
         self.bytes.clear()
-        self._notes = {name: data for name, data in self._notes.items() if keep and name.startswith(keep)}
+        self._metadata = {name: data for name, data in self._metadata.items() if keep and name.startswith(keep)}
 
     def close(self) -> None:
         pass
 
 
 class SimulatedSealing(ShardSealer):
-    """The store's sealing; only the bytes are read from a :class:`DictArena`."""
+    """The store's sealer. It reads shards from a :class:`DictArena`."""
 
     now_ns = 0
 
@@ -103,7 +103,7 @@ class SimulatedSealing(ShardSealer):
 
 @functools.lru_cache(maxsize=10_000)
 def shard_content(key: ShardKey) -> bytes:
-    """What a trainer has in its memory for this shard."""
+    """Return the bytes that a trainer saves as this shard."""
     return b"".join(xxhash.xxh3_64_digest(f"{key} {number}".encode()) for number in range(CHUNKS))
 
 
@@ -131,9 +131,9 @@ def _cached_substitutes(
 
 @contextlib.contextmanager
 def seeded_randomness(rng: random.Random) -> Iterator[None]:
-    """While the block runs, the store's random names follow from the seed.
+    """Derive the store's random names from the seed while the block runs, and cache placement.
 
-    What is pure and asked by every node of every schedule, placement, is worked out once for each set of nodes.
+    Placement is a pure function that every node computes in every schedule, so it is computed once per set of nodes.
     """
     from tests.simulation import parity
 

@@ -1,4 +1,4 @@
-"""Time and messages: one heap of events, and a network between nodes that loses, delays, doubles and reorders."""
+"""Simulated time, and a network that loses, delays, duplicates and reorders messages."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ SLOW_S = 4.0
 
 
 class Events:
-    """What happens when. Two things of one moment happen in the order in which they were planned."""
+    """The scheduled events by time. Events of the same time run in the order of scheduling."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -24,7 +24,7 @@ class Events:
         heapq.heappush(self._heap, (self.now + delay_s, next(self._order), work))
 
     def next(self, until: float) -> Callable[[], None] | None:
-        """What happens next, no later than ``until``; the clock moves there."""
+        """Pop the next event up to ``until``, and advance the clock to it."""
         if not self._heap or self._heap[0][0] > until:
             self.now = max(self.now, until)
             return None
@@ -34,21 +34,21 @@ class Events:
 
 
 class SimulatedNetwork:
-    """Which messages arrive, and when."""
+    """The delays and losses of messages between nodes."""
 
     def __init__(self, events: Events, rng: random.Random) -> None:
         self._events = events
         self._random = rng
         self.cut: set[tuple[str, str]] = set()
-        """Ways on which nothing passes, one direction each."""
+        """Pairs of source and target between which no message arrives."""
         self.sides: tuple[frozenset[str], ...] = ()
-        """The halves of a partition in both directions."""
+        """The two halves of a partition that cuts both directions."""
         self.parted_at = 0.0
         self.slow: set[str] = set()
         self.loss = 0.0
         self.doubled = 0.0
         self.troubled_at = float("-inf")
-        """When it last was not as it should be."""
+        """When the network last healed."""
 
     @property
     def is_calm(self) -> bool:
@@ -71,7 +71,7 @@ class SimulatedNetwork:
         return (one, other) not in self.cut and (other, one) not in self.cut
 
     def delay_s(self, source: str, target: str) -> float | None:
-        """How long a message takes, or ``None`` when it does not arrive."""
+        """Draw the seconds that a message takes, or ``None`` if it is lost."""
         if self.cut and (source, target) in self.cut:
             return None
         if self.loss and self._random.random() < self.loss:

@@ -1,4 +1,4 @@
-"""The parity mode of one agent: production's threads over simulated messages, time and memory."""
+"""The parity mode of a simulated agent: production code over simulated messages, time and memory."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class SimulatedStore:
-    """What :class:`peerstore.store.node_store.NodeStore` is for whoever keeps parities."""
+    """The part of :class:`peerstore.store.node_store.NodeStore` that parity uses."""
 
     def __init__(self, agent: SimulatedAgent) -> None:
         from tests.simulation.agent import COPIER
@@ -61,19 +61,19 @@ class SimulatedStore:
         *,
         stopped: Callable[[], bool],
     ) -> bytes:
-        """Chunk by chunk into the slot, as in peerstore/parity/stripes.py."""
+        """Write chunks into the slot, as in peerstore/parity/stripes.py."""
         sums = bytearray()
         for number, data in chunks:
             slot = self.agent.machine.arena.bytes.get(lease.slot)
             if slot is None or stopped():
-                raise LeaseLostError(f"the lease of {lease.key} was taken back")
+                raise LeaseLostError(f"the lease of {lease.key} was revoked")
             slot[number * chunk_bytes : number * chunk_bytes + len(data)] = data
             sums += checksums.chunk_checksum(data).to_bytes(8, "little")
         return bytes(sums)
 
 
 class SimulatedMembership:
-    """What :class:`peerstore.peers.heartbeat_loop.HeartbeatLoop` knows, and whom it calls."""
+    """The part of :class:`peerstore.peers.heartbeat_loop.HeartbeatLoop` that parity uses."""
 
     def __init__(self, agent: SimulatedAgent) -> None:
         self._agent = agent
@@ -103,7 +103,7 @@ class SimulatedMembership:
 
 
 class SimulatedPeer:
-    """Another node's agent, whose answers are waited for."""
+    """A blocking client of another node's agent."""
 
     def __init__(self, agent: SimulatedAgent, node: str) -> None:
         self._agent, self._node = agent, node
@@ -124,7 +124,7 @@ class SimulatedPeer:
 
 
 class SimulatedRanges:
-    """Shards and parities, read whole from the first that has them undamaged, as in peerstore/parity/stripes.py."""
+    """A reader of complete shards and parities from the first node with an undamaged copy."""
 
     def __init__(self, store: SimulatedStore, _puller: object, _pace: RateLimiter, *, me: str, sources: int) -> None:
         self._agent = store.agent
@@ -144,16 +144,16 @@ class SimulatedRanges:
 
     def _fetch(self, record: ShardRecord, nodes: Sequence[str]) -> bytes:
         agent = self._agent
-        problem: PeerStoreError = PeerUnreachableError(f"no node that is reached holds {record.key}")
+        problem: PeerStoreError = PeerUnreachableError(f"no reachable node holds {record.key}")
         for node in nodes:
             try:
-                said, data = (
-                    agent.read(record.key) if node == agent.name else self._ask(node, "read_ranges", record.key)
+                found, data = (
+                    agent.read(record.key) if node == agent.name else self._call(node, "read_ranges", record.key)
                 )
             except PeerStoreError as error:
                 problem = error
                 continue
-            if said.checksums == record.checksums and not damaged_chunks(data, record):
+            if found.checksums == record.checksums and not damaged_chunks(data, record):
                 self.bytes_read += len(data)
                 return agent.world.damage_on_wire(data) if node != agent.name else data
             problem = ShardDamagedError(f"{record.key} on {node} is damaged")
@@ -163,7 +163,7 @@ class SimulatedRanges:
                 agent.call(node, "verify_chunks", record.key)
         raise problem
 
-    def _ask(self, node: str, op: str, body: Any) -> Any:
+    def _call(self, node: str, op: str, body: Any) -> Any:
         return SimulatedPeer(self._agent, node).call(op, body, object)
 
     def __enter__(self) -> SimulatedRanges:
@@ -174,18 +174,18 @@ class SimulatedRanges:
 
 
 class SimulatedReporter:
-    """The commit leader is told by messages that nobody waits for, as with copies."""
+    """A sender of reports to the commit leader that does not wait for replies."""
 
     def __init__(self, agent: SimulatedAgent) -> None:
         self._agent = agent
 
-    def report(self, teller: str, notes: Iterable[PartsReport]) -> bool:
-        self._agent.send_reports(teller, notes)
+    def report(self, leader: str, reports: Iterable[PartsReport]) -> bool:
+        self._agent.send_reports(leader, reports)
         return True
 
 
 class SimulatedContext(ReplicationContext):
-    """The agent is woken in place of a thread."""
+    """A replication context that wakes the agent instead of a thread."""
 
     agent: SimulatedAgent
 
@@ -194,16 +194,16 @@ class SimulatedContext(ReplicationContext):
 
 
 class SimulatedParityReplicator(Replicator):
-    """One agent's parities. What its thread would do is done whenever the agent is woken."""
+    """The parity replicator of one agent. It runs when the agent is woken, without its own thread."""
 
     def __init__(self, agent: SimulatedAgent) -> None:
         world = agent.world
         store: Any = SimulatedStore(agent)
-        tending: Any = SimulatedMembership(agent)
+        membership: Any = SimulatedMembership(agent)
         shared = SimulatedContext(
             store,
             "job",
-            tending,
+            membership,
             ReplicationPolicy(1, ("zone", "rack"), parity_group_size=world.shape.parity),
             RateLimiter(0),
             clock=lambda: world.now,
@@ -212,18 +212,18 @@ class SimulatedParityReplicator(Replicator):
         self.parity = ParityStrategy(shared, fetch_blob=_raise_no_blob, sight=self._job_inventory)
         super().__init__(shared, self.parity)
         self._agent = agent
-        settlement: Any = SimulatedReporter(agent)
-        self.commit_tracker = settlement
+        reporter: Any = SimulatedReporter(agent)
+        self.commit_tracker = reporter
         self._steps = False
         self.handlers: dict[str, Callable[[str, Any], Any]] = {
             "report_stripe": self.parity.handle_stripe_report,
             "parity_status": self.parity.handle_parity_status,
-            "shard_records": lambda _, asked: self._records(asked),
-            "parities": lambda _, asked: self._parities(asked),
+            "shard_records": lambda _, request: self._records(request),
+            "parities": lambda _, request: self._parities(request),
         }
 
     def work(self) -> None:
-        """A step, and as many as there are after it."""
+        """Run replication steps until none is left."""
         self._shared.woken = True
         if not self._steps:
             self._steps = True
@@ -243,16 +243,16 @@ class SimulatedParityReplicator(Replicator):
         )
         return JobInventory(dict(sorted(nodes.items(), key=lambda one: one[0] != self._agent.name)), silent)
 
-    def _records(self, asked: GetShardRecords) -> list[ShardRecord]:
+    def _records(self, request: GetShardRecords) -> list[ShardRecord]:
         return [
             record
             for _, record in self._agent.shelf.available_shards("job")
-            if record.key.version_id == asked.version_id
+            if record.key.version_id == request.version_id
         ]
 
-    def _parities(self, asked: GetParities) -> list[ShardRecord]:
+    def _parities(self, request: GetParities) -> list[ShardRecord]:
         return [
-            record for record in self._agent.copies.list_parities("job") if record.key.version_id == asked.version_id
+            record for record in self._agent.copies.list_parities("job") if record.key.version_id == request.version_id
         ]
 
 
@@ -261,4 +261,4 @@ def write_parity(store: SimulatedStore, *args: Any, **options: Any) -> bytes:
 
 
 def _raise_no_blob(name: str, _nodes: tuple[str, ...]) -> bytes:
-    raise ShardNotFoundError(f"there is no {name} here")
+    raise ShardNotFoundError(f"the simulation has no blob {name}")

@@ -1,7 +1,7 @@
-"""What a job of many nodes costs, counted with the code that decides it: ``python -m tests.simulation.scale``.
+"""Message counts, bytes and times of a large job: ``python -m tests.simulation.scale``.
 
-Nothing is sent: messages are counted from who tells whom, bytes from what would be sent, and times are those of one
-process on one core. Every node has one part; each version's parts are kept twice.
+The production code chooses targets and encodes messages, but sends none. Times are those of one process on one core.
+Every node has one part, and each part has two copies.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from peerstore.peers.peer_messages import (
     PingMessage,
 )
 from peerstore.replication.replica_placement import ReplicaPlacement, place_replicas
-from peerstore.replication.replication_policy import ReplicationStatus as Kept
+from peerstore.replication.replication_policy import ReplicationStatus
 from peerstore.shard_records import ShardInfo, ShardKey, VersionId
 from tieredckpt.agent.peer_tier import memory_step_statuses, peer_facts
 from tieredckpt.format.manifest import ShardMeta, encode_meta
@@ -45,24 +45,26 @@ VERSIONS = (11_800, 11_900, 12_000)
 SHARD_BYTES = 8 << 30
 RACK, ZONE = 32, 2048
 ROUNDS = 2
-"""Looks at its partition that a delegate makes for all who ask at one time: one goes on, who come later share one."""
+"""Queries of its partition per delegate: the query in progress, and one for all later requests."""
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class InventoryQueries:
-    """Questions, each of which has an answer."""
+    """The number of inventory requests."""
 
-    one_survey: int
+    one_node: int
+    """Requests when one node lists all shards, including those of its delegates."""
     restart: int
-    """Every node surveys at one time."""
-    most_at_one: int
-    """Questions that one node gets in a restart."""
+    """Requests when all nodes list at one time."""
+    most_to_one: int
+    """Most requests to one node in a restart."""
     most_from_one: int
+    """Most requests from one node in a restart."""
     peers: int
-    """Other nodes that one has to do with, at most."""
+    """Most nodes that one node exchanges requests with."""
     answered: Mapping[str, tuple[int, int]]
-    """How many of a node's answers are about itself, and how many about its partition."""
+    """Responses of each node about itself, and about its partition."""
 
 
 def make_nodes(count: int) -> list[PeerNode]:
@@ -80,7 +82,7 @@ def make_nodes(count: int) -> list[PeerNode]:
 
 
 def moved_copies(before: ReplicaPlacement, after: ReplicaPlacement) -> int:
-    """Copies that are made anew, of nodes that were there before and are there after."""
+    """Count the new copies of nodes that are in both placements."""
     both = before.partners.keys() & after.partners.keys()
     return sum(len(set(after.partners[node]) - set(before.partners[node])) for node in both)
 
@@ -89,12 +91,12 @@ def moved_copies(before: ReplicaPlacement, after: ReplicaPlacement) -> int:
 
 
 def ping_cost(nodes: list[PeerNode]) -> tuple[int, int, float]:
-    """What one node of a job where all are well sends in a period, how large a ping is, and how long deciding takes."""
+    """Return a node's pings per period in a healthy job, the bytes of a ping, and the seconds to decide."""
     members = SwimMembership(nodes[0], 1)
     members.set_member_list(0.0, member_list(1, nodes))
-    rumours = [MemberUpdate(node, 1, MemberState.ALIVE) for node in nodes[1:]]
-    for first in range(0, len(rumours), 48):
-        members.receive_gossip(0.0, nodes[1].id, GossipMessage(tuple(rumours[first : first + 48]), None, (0, "")))
+    updates = [MemberUpdate(node, 1, MemberState.ALIVE) for node in nodes[1:]]
+    for first in range(0, len(updates), 48):
+        members.receive_gossip(0.0, nodes[1].id, GossipMessage(tuple(updates[first : first + 48]), None, (0, "")))
     members.tick(0.0)
     for node in nodes:
         members.ping_acked(0.1, node.id)
@@ -107,40 +109,42 @@ def ping_cost(nodes: list[PeerNode]) -> tuple[int, int, float]:
 
 
 def commit_cost(names: list[str]) -> tuple[int, int, float]:
-    """Reports that reach the commit leader for one version, whom it tells, and how long it counts.
+    """Return reports to the commit leader per version, nodes that it notifies, and seconds of counting.
 
-    Every node says that its part is sealed, and later that it has its copies.
+    Every node reports that its part is sealed, and later that the part has its copies.
     """
     living = dict.fromkeys(names)
     group = VersionId(7, VERSIONS[-1], 0, "0" * 12)
-    teller = commit_leader(living)
-    assert teller is not None
-    reports = CommitReports(teller)
+    leader = commit_leader(living)
+    assert leader is not None
+    reports = CommitReports(leader)
     own = {name: CommitReports(name) for name in names}
-    notes: list[PartsReport] = []
-    for lacking in (1, 0):
+    sent: list[PartsReport] = []
+    for missing in (1, 0):
         for part, name in enumerate(names):
-            kept = Kept(_key(VERSIONS[-1], part), is_owner=True, copies=2 - lacking, missing=lacking, unplaceable=0)
-            to, told = own[name].pending([kept], {group: len(names)}, living=living, replicated=None, life=1)
-            assert to == teller
-            for note in told:
-                own[name].mark_reported(to, note)
-            notes += told
+            status = ReplicationStatus(
+                _key(VERSIONS[-1], part), is_owner=True, copies=2 - missing, missing=missing, unplaceable=0
+            )
+            to, pending = own[name].pending([status], {group: len(names)}, living=living, replicated=None, life=1)
+            assert to == leader
+            for report in pending:
+                own[name].mark_reported(to, report)
+            sent += pending
 
     def decide() -> CommitDecision:
         found = CommitDecision()
-        for note in notes:
-            reports.add(note)
+        for report in sent:
+            reports.add(report)
             found |= reports.decide(living=living, life=lambda _: 1, replicated=None, quorum=True)
         return found
 
     found, seconds = timed(decide)
     assert (found.committed, found.replicated) == (group, group)
-    return sum(note.node != teller for note in notes), len(broadcast_targets(living, teller)), seconds
+    return sum(report.node != leader for report in sent), len(broadcast_targets(living, leader)), seconds
 
 
 def periods_until_known(names: list[str]) -> int:
-    """Pings that every node sends, one each period, until all know what the commit leader told some of them."""
+    """Return the ping periods until all nodes know a decision that the commit leader sent to some of them."""
     first = names[0]
     ring = [first, *ring_order(NodeId(first), [NodeId(name) for name in names[1:]])]
     watched, drawn = MembershipSettings().ring_neighbours, random.Random(7)
@@ -154,21 +158,21 @@ def periods_until_known(names: list[str]) -> int:
             for other in (*next_ones, drawn.choice(ring)):
                 if name in before or other in before:
                     known |= {name, other}
-    raise AssertionError("the news does not get about")
+    raise AssertionError("The decision did not reach all nodes.")
 
 
-# -- looking ----------------------------------------------------------------------------------------------------------
+# -- inventory requests -----------------------------------------------------------------------------------------------
 
 
 def count_queries(names: list[str], partitions: NodePartitions) -> InventoryQueries:
-    """Everybody is well."""
-    got: Counter[str] = Counter()
+    """Count the inventory requests of a job whose nodes are all live."""
+    received: Counter[str] = Counter()
     sent: Counter[str] = Counter()
     for_all: Counter[str] = Counter()
     peers: dict[str, set[str]] = {name: set() for name in names}
 
     def count_query(one: str, other: str, times: int = 1) -> None:
-        got[other] += times
+        received[other] += times
         sent[one] += times
         peers[one].add(other)
         peers[other].add(one)
@@ -185,17 +189,17 @@ def count_queries(names: list[str], partitions: NodePartitions) -> InventoryQuer
     first = names[0]
     beyond = partitions.other_partitions(first)
     alone = len(partitions.partition_of(first)) - 1 + sum(len(members) for members in beyond)
-    answered = {name: (got[name] - for_all[name], for_all[name]) for name in names}
+    answered = {name: (received[name] - for_all[name], for_all[name]) for name in names}
     return InventoryQueries(
-        alone, sent.total(), max(got.values()), max(sent.values()), max(map(len, peers.values())), answered
+        alone, sent.total(), max(received.values()), max(sent.values()), max(map(len, peers.values())), answered
     )
 
 
 # -- inventories ------------------------------------------------------------------------------------------------------
 
 
-def inventory(names: list[str], placement: ReplicaPlacement) -> dict[str, NodeInventory]:
-    """What each node says that it holds: its own parts and those it keeps for another."""
+def make_inventories(names: list[str], placement: ReplicaPlacement) -> dict[str, NodeInventory]:
+    """Return each node's inventory: its own parts and its copies of other parts."""
     number = {name: part for part, name in enumerate(names)}
     held: dict[str, list[ShardInfo]] = {name: [] for name in names}
     for name, part in number.items():
@@ -226,29 +230,31 @@ def _encode_response(body: object) -> bytes:
     return message_codec.encode_message(PeerResponse("", message_codec.encode_raw_message(body)))
 
 
-def responses_for(me: str, partitions: NodePartitions, said: dict[str, NodeInventory]) -> list[bytes]:
-    """What one node is sent in a survey: by its own partition's nodes and by the delegates of the others."""
-    near = [_encode_response(said[node]) for node in partitions.partition_of(me) if node != me]
+def responses_for(me: str, partitions: NodePartitions, inventories: dict[str, NodeInventory]) -> list[bytes]:
+    """Return the responses to one node from its own partition's nodes and the other partitions' delegates."""
+    near = [_encode_response(inventories[node]) for node in partitions.partition_of(me) if node != me]
     far = [
         _encode_response(
-            PartitionInventory({node: message_codec.encode_raw_message(said[node]) for node in members}, {})
+            PartitionInventory({node: message_codec.encode_raw_message(inventories[node]) for node in members}, {})
         )
         for members in partitions.other_partitions(me)
     ]
     return near + far
 
 
-def largest_response_bytes(seen: InventoryQueries, partitions: NodePartitions, said: dict[str, NodeInventory]) -> int:
-    """Bytes of the answers that one node gives when all survey at one time."""
-    own = {name: len(_encode_response(looked)) for name, looked in said.items()}
+def largest_response_bytes(
+    queries: InventoryQueries, partitions: NodePartitions, inventories: dict[str, NodeInventory]
+) -> int:
+    """Return the most response bytes that one node sends when all nodes list at one time."""
+    own = {name: len(_encode_response(inventory)) for name, inventory in inventories.items()}
     return max(
         about_it * own[name] + about_all * sum(own[member] for member in partitions.partition_of(name))
-        for name, (about_it, about_all) in seen.answered.items()
+        for name, (about_it, about_all) in queries.answered.items()
     )
 
 
 def decode_all(answers: Iterable[bytes], near: int) -> dict[int, NodeInventory]:
-    """All that was said, decoded."""
+    """Decode all inventories in the responses, of which the first ``near`` are direct."""
     found: dict[int, NodeInventory] = {}
     for number, data in enumerate(answers):
         body = message_codec.decode_message(data, PeerResponse).body
@@ -260,7 +266,7 @@ def decode_all(answers: Iterable[bytes], near: int) -> dict[int, NodeInventory]:
     return found
 
 
-# -- all of it --------------------------------------------------------------------------------------------------------
+# -- table ------------------------------------------------------------------------------------------------------------
 
 
 def timed(work: Callable[[], T]) -> tuple[T, float]:
@@ -270,30 +276,32 @@ def timed(work: Callable[[], T]) -> tuple[T, float]:
 
 
 def measure(count: int) -> dict[str, str]:
-    """The rows of the table for one size."""
+    """Return the rows of the table for one number of nodes."""
     nodes = make_nodes(count)
     placement, placed_s = timed(lambda: place_replicas(nodes))
     joined = place_replicas([*nodes, PeerNode(NodeId("one-more"), "", (("rack", "rack-0"), ("zone", "zone-0")))])
     left = place_replicas([node for node in nodes if node is not nodes[count // 2]])
     names = sorted(node.id for node in nodes)
     pings, ping_bytes, tick_s = ping_cost(nodes)
-    reports, told, count_s = commit_cost(list(names))
-    partitions, cut_s = timed(lambda: NodePartitions(names))
-    seen = count_queries(list(names), partitions)
-    said = inventory(list(names), placement)
+    reports, notified, count_s = commit_cost(list(names))
+    partitions, partition_s = timed(lambda: NodePartitions(names))
+    queries = count_queries(list(names), partitions)
+    inventories = make_inventories(list(names), placement)
     me = names[0]
-    answers = responses_for(me, partitions, said)
+    answers = responses_for(me, partitions, inventories)
     near = len(partitions.partition_of(me)) - 1
-    taken, taken_s = timed(lambda: decode_all(answers, near))
-    largest_b = largest_response_bytes(seen, partitions, said)
-    others = {str(number): looked for number, looked in taken.items()}
-    views, views_s = timed(lambda: memory_step_statuses(said[me].shards, peer_facts(others, me), lambda _: False))
+    decoded, decode_s = timed(lambda: decode_all(answers, near))
+    largest_b = largest_response_bytes(queries, partitions, inventories)
+    others = {str(number): inventory for number, inventory in decoded.items()}
+    views, views_s = timed(
+        lambda: memory_step_statuses(inventories[me].shards, peer_facts(others, me), lambda _: False)
+    )
     found, resolve_s = timed(lambda: resolve_step([view.candidate for view in views], unreachable=()))
     assert found.chosen is not None
     assert found.chosen.version_id.version == VERSIONS[-1]
     assert Tier.PEER in found.chosen.tiers
-    sources = {name for name, looked in said.items() if name != me and looked.shards}
-    question = len(
+    sources = {name for name, inventory in inventories.items() if name != me and inventory.shards}
+    request = len(
         _encode_request(
             "partition_inventory", GetPartitionInventory(max(partitions.other_partitions(me), key=len, default=()))
         )
@@ -301,33 +309,33 @@ def measure(count: int) -> dict[str, str]:
     received = sum(map(len, answers))
     return {
         "placement, seconds": f"{placed_s:.2f}",
-        "a node joins: copies made anew, of all": f"{moved_copies(placement, joined)} of {count}",
-        "a node leaves: copies made anew, beside its own": f"{moved_copies(placement, left)} of {count}",
-        "membership: pings a node sends, and gets, per second": str(pings),
-        "membership: bytes of a ping": f"{ping_bytes:,}",
-        "membership: one period's decisions, ms": f"{tick_s * 1e3:.1f}",
+        "a node joins: new copies, of all": f"{moved_copies(placement, joined)} of {count}",
+        "a node leaves: new copies, besides its own": f"{moved_copies(placement, left)} of {count}",
+        "pings that a node sends, and receives, per second": str(pings),
+        "bytes of a ping": f"{ping_bytes:,}",
+        "membership decisions of one period, ms": f"{tick_s * 1e3:.1f}",
         "a save: reports to the commit leader": f"{reports:,}",
-        "a save: nodes the commit leader tells": f"{told:,}",
-        "... periods of pings until all know": str(periods_until_known(list(names))),
-        "a save: seconds the commit leader counts": f"{count_s:.2f}",
+        "a save: nodes that the commit leader notifies": f"{notified:,}",
+        "... ping periods until all nodes know": str(periods_until_known(list(names))),
+        "a save: seconds of counting": f"{count_s:.2f}",
         "partitions, and the largest": f"{len(partitions.other_partitions(me)) + 1}, "
         f"{max(map(len, _all_partitions(partitions, me)))}",
-        "cutting them, ms": f"{cut_s * 1e3:.1f}",
-        "one node surveys: questions": f"{seen.one_survey:,}",
-        "all survey at once: questions": f"{seen.restart:,}",
-        "... if everybody asked everybody": f"{count * (count - 1):,}",
-        "... most that one node gets": f"{seen.most_at_one:,}",
-        "... most that one node asks": f"{seen.most_from_one:,}",
-        "... most nodes one has a connection with": f"{seen.peers:,}",
-        "all restore into another world: questions for layouts": f"{count * len(sources):,}",
-        "inventory of one node, bytes": f"{len(_encode_response(said[me])):,}",
-        "a question to a delegate, bytes": f"{question:,}",
-        "its answer, bytes": f"{max(map(len, answers)):,}",
-        "all survey at once: most that one node sends, MB": f"{largest_b / 1e6:.1f}",
-        "all that one survey brings, MB": f"{received / 1e6:.1f}",
-        "decoding that, seconds": f"{taken_s:.2f}",
-        "merging it to steps, seconds": f"{views_s:.2f}",
-        "resolve, ms": f"{resolve_s * 1e3:.2f}",
+        "computing the partitions, ms": f"{partition_s * 1e3:.1f}",
+        "one node lists all shards: requests": f"{queries.one_node:,}",
+        "all nodes list at once: requests": f"{queries.restart:,}",
+        "... without partitions": f"{count * (count - 1):,}",
+        "... most requests to one node": f"{queries.most_to_one:,}",
+        "... most requests from one node": f"{queries.most_from_one:,}",
+        "... most connections of one node": f"{queries.peers:,}",
+        "all restore into another world: requests for layouts": f"{count * len(sources):,}",
+        "inventory of one node, bytes": f"{len(_encode_response(inventories[me])):,}",
+        "a request to a delegate, bytes": f"{request:,}",
+        "its response, bytes": f"{max(map(len, answers)):,}",
+        "all nodes list at once: most that one node sends, MB": f"{largest_b / 1e6:.1f}",
+        "the result of one listing, MB": f"{received / 1e6:.1f}",
+        "decoding it, seconds": f"{decode_s:.2f}",
+        "merging it into steps, seconds": f"{views_s:.2f}",
+        "choosing a step, ms": f"{resolve_s * 1e3:.2f}",
     }
 
 

@@ -1,4 +1,4 @@
-"""Random schedules: what happens to a small cluster, from one seed. Dropping any of its events leaves a schedule."""
+"""Random schedules of events in a small cluster, derived from a seed. Any event can be dropped."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from tests.simulation.world import ClusterShape, Machine, SimulatedWorld
 _GAPS_S = (0.0, 0.01, 0.05, 0.3, 0.3, 1.0, 2.0, 4.0)
 _MOST_NODES = 7
 PARITIES = 0.125
-"""In so many of the schedules nodes keep parities of each other's shards, not copies."""
+"""Share of the schedules in which nodes keep parities of each other's shards instead of copies."""
 
 
 @dataclass(frozen=True)
 class Event:
     gap_s: float
-    """Time that passes before it."""
+    """Seconds before the event."""
     kind: str
     one: int = 0
     other: int = 0
@@ -38,7 +38,7 @@ class Schedule:
 
 @dataclass
 class Finding:
-    """A schedule that breaks a rule."""
+    """A schedule that breaks an invariant."""
 
     schedule: Schedule
     violation: Violation
@@ -49,8 +49,7 @@ class Finding:
 
 
 def schedule_of(seed: int, kinds: Sequence[str] = (), shape: ClusterShape | None = None) -> Schedule:
-    """What happens to the cluster of this seed: anything, or these kinds of events in this order, to whom and when as
-    the seed says."""
+    """Derive a schedule from a seed, with random events or with these kinds of events in this order."""
     rng = random.Random(seed)
     nodes = rng.choice((2, 3, 3, 4, 4, 5, 6))
     copies = rng.choice((1, 2, 2, 2, 2, 3))
@@ -64,17 +63,17 @@ def schedule_of(seed: int, kinds: Sequence[str] = (), shape: ClusterShape | None
     events += [
         Event(rng.choice(_GAPS_S), kind, rng.randrange(1 << 16), rng.randrange(1 << 16)) for kind in kinds or drawn
     ]
-    kept = random.Random(f"parity {seed}")
-    parity = kept.choice((1, 2, 3)) if kept.random() < PARITIES else 0
+    parity_rng = random.Random(f"parity {seed}")
+    parity = parity_rng.choice((1, 2, 3)) if parity_rng.random() < PARITIES else 0
     return Schedule(
         seed, shape or ClusterShape(nodes, racks, 1 if parity else copies, parts, budget, parity), tuple(events)
     )
 
 
-def run(schedule: Schedule, say: Callable[[str], None] | None = None) -> SimulatedWorld:
-    """Play it, and then see whether the cluster comes to rest as it should. Raises :class:`Violation`."""
+def run(schedule: Schedule, log: Callable[[str], None] | None = None) -> SimulatedWorld:
+    """Run a schedule and check that the cluster recovers afterwards. Raises :class:`Violation`."""
     with seeded_randomness(random.Random(f"names {schedule.seed}")):
-        world = SimulatedWorld(schedule.seed, schedule.shape, say=say)
+        world = SimulatedWorld(schedule.seed, schedule.shape, log=log)
         try:
             world.restart(list(world.machines))
             for event in schedule.events:
@@ -93,13 +92,13 @@ def find_violation(schedule: Schedule) -> Finding | None:
         run(schedule)
     except Violation as violation:
         return Finding(schedule, violation)
-    except Exception as error:  # whatever it is, it is told with its seed
+    except Exception as error:  # report every error with its seed
         return Finding(schedule, Violation(f"{type(error).__name__}: {error}"))
     return None
 
 
 def shrink_finding(finding: Finding, budget: int = 200) -> Finding:
-    """The same kind of failure with as few events as dropping one after the other leaves."""
+    """Drop events one after the other as long as the schedule still fails."""
     tried, number = 0, 0
     while number < len(finding.schedule.events) and tried < budget:
         events = finding.schedule.events
@@ -117,25 +116,25 @@ def shrink_finding(finding: Finding, budget: int = 200) -> Finding:
 
 
 def check_recovery(world: SimulatedWorld) -> None:
-    """Faults stop: copies are made again, and the job can go on."""
+    """Stop the faults, and check that lost copies are replaced and the job can resume."""
     world.log("faults stop")
     world.heal()
     for machine in world.machines.values():
         if machine.up and machine.agent is None:
             world.boot(machine)
         if machine.agent is not None:
-            machine.agent.verify_all()  # damage that nobody has looked at is not the cluster's fault
+            machine.agent.verify_all()  # the cluster cannot repair damage that no check has detected
     roomy = world.shape.budget_shards >= 12 * world.shape.parts
     if not world.run(45.0, world.truth.is_parity_restored) and roomy:
         floor = world.truth.floor
         assert floor is not None
-        raise Violation(f"{world.short_name(floor)} is not made again from parity: {world.truth.describe(floor)}")
+        raise Violation(f"{world.short_name(floor)} is not rebuilt from parity: {world.truth.describe(floor)}")
     if not world.run(45.0, world.truth.is_protected) and roomy:
         floor = world.truth.floor
         assert floor is not None
-        raise Violation(f"{world.short_name(floor)} does not get its copies again: {world.truth.describe(floor)}")
-    if not world.run(30.0, lambda: not world.truth.retained_torn_versions()):
-        raise Violation(f"what is torn still takes room: {world.truth.retained_torn_versions()}")
+        raise Violation(f"{world.short_name(floor)} lacks copies after the faults: {world.truth.describe(floor)}")
+    if not world.run(30.0, lambda: not world.truth.retained_aborted_versions()):
+        raise Violation(f"aborted versions are not deleted: {world.truth.retained_aborted_versions()}")
     if roomy:
         _check_resume(world)
 
@@ -165,7 +164,7 @@ def _check_resume(world: SimulatedWorld) -> None:
         world.run(5.0)
     if _lost_for_good(world):
         return
-    raise Violation(f"the job cannot go on: {world.restores[-1].outcome}; {[str(job) for job in world.jobs]}")
+    raise Violation(f"the job cannot resume: {world.restores[-1].outcome}; {[str(job) for job in world.jobs]}")
 
 
 def _is_replicated(world: SimulatedWorld, group: object, before: int) -> bool:
@@ -173,11 +172,11 @@ def _is_replicated(world: SimulatedWorld, group: object, before: int) -> bool:
 
 
 def _lost_for_good(world: SimulatedWorld) -> bool:
-    """Nothing is whole any more on machines that are there: an error, and rightly so."""
+    """Return whether the live machines hold no complete version, so that the job has to fail."""
     return not world.truth.groups(world.truth.live_machines())
 
 
-# -- what happens -----------------------------------------------------------------------------------------------------
+# -- events -----------------------------------------------------------------------------------------------------------
 
 
 def _machine_of(world: SimulatedWorld, event: Event, *, up: bool = True) -> Machine | None:
@@ -191,11 +190,11 @@ def _save(world: SimulatedWorld, event: Event) -> None:
         jobs[event.one % len(jobs)].save()
 
 
-def _leave_out(world: SimulatedWorld, event: Event) -> None:
-    """A save of which one rank has no part, or does not hear that it has one."""
+def _skip_part(world: SimulatedWorld, event: Event) -> None:
+    """Save a step of which one rank skips its part, or seals it and then aborts it."""
     jobs = [job for job in world.jobs if job.running]
     if jobs:
-        jobs[event.one % len(jobs)].save(without=event.other % world.shape.parts, unheard=event.one % 3 == 0)
+        jobs[event.one % len(jobs)].save(without=event.other % world.shape.parts, sealed=event.one % 3 == 0)
 
 
 def _crash(world: SimulatedWorld, event: Event) -> None:
@@ -205,7 +204,7 @@ def _crash(world: SimulatedWorld, event: Event) -> None:
 
 
 def _crash_soon(world: SimulatedWorld, event: Event) -> None:
-    """A save, and a machine that goes while its copies are on their way."""
+    """Save a step, and crash a machine while copies are in flight."""
     _save(world, event)
     world.run(event.other % 400 / 1000)
     _crash(world, event)
@@ -214,7 +213,7 @@ def _crash_soon(world: SimulatedWorld, event: Event) -> None:
 def _return_machine(world: SimulatedWorld, event: Event) -> None:
     machine = _machine_of(world, event, up=False)
     if machine is not None:
-        world.log(f"{machine.name} comes back with nothing")
+        world.log(f"{machine.name} returns empty")
         world.boot(machine)
 
 
@@ -224,7 +223,7 @@ def _crash_and_return(world: SimulatedWorld, event: Event) -> None:
         world.crash(machine)
         world.run(event.other % 1500 / 1000)
         if not machine.up:
-            world.log(f"{machine.name} comes back with nothing")
+            world.log(f"{machine.name} returns empty")
             world.boot(machine)
 
 
@@ -245,14 +244,14 @@ def _crash_rack(world: SimulatedWorld, event: Event) -> None:
 
 
 def _crash_leader(world: SimulatedWorld, event: Event) -> None:
-    """The node that keeps the tally, and is often the coordinator's too."""
+    """Crash the commit leader."""
     up = [machine for machine in world.machines.values() if machine.up]
     if up:
         world.crash(min(up, key=lambda machine: machine.name))
 
 
 def _restart_agent(world: SimulatedWorld, event: Event) -> None:
-    """The agent ends, and another one finds the arena as it was."""
+    """End an agent, and later start a new one over the same arena."""
     machine = _machine_of(world, event)
     if machine is None or machine.agent is None:
         return
@@ -265,7 +264,7 @@ def _restart_agent(world: SimulatedWorld, event: Event) -> None:
 
 def _start_agent(world: SimulatedWorld, machine: Machine, life: int) -> None:
     if machine.up and machine.agent is None and machine.lives == life:
-        world.log(f"the agent of {machine.name} starts again")
+        world.log(f"the agent of {machine.name} restarts")
         world.truth.record_trouble()
         world.boot(machine)
 
@@ -282,12 +281,12 @@ def _partition_network(world: SimulatedWorld, event: Event) -> None:
 
 
 def _heal(world: SimulatedWorld, event: Event) -> None:
-    world.log("the network is whole again")
+    world.log("the network heals")
     world.heal()
 
 
 def _lose_messages(world: SimulatedWorld, event: Event) -> None:
-    world.log("the network loses and doubles messages")
+    world.log("the network loses and duplicates messages")
     world.truth.record_trouble()
     world.network.loss = (event.one % 30) / 100
     world.network.doubled = (event.other % 50) / 100
@@ -339,7 +338,7 @@ def _join(world: SimulatedWorld, event: Event) -> None:
 
 
 def _replace(world: SimulatedWorld, event: Event) -> None:
-    """A machine that is gone leaves the member list, and another one takes its place."""
+    """Remove a crashed machine from the member list, and let a new one join in half of the cases."""
     gone = [machine for machine in world.machines.values() if not machine.up]
     if gone:
         machine = gone[event.one % len(gone)]
@@ -353,7 +352,7 @@ def _replace(world: SimulatedWorld, event: Event) -> None:
 
 
 def _stand_by(world: SimulatedWorld, event: Event) -> None:
-    """A machine loses its vote, or gets it back. One at a time: two quorums of successive lists overlap."""
+    """Remove or restore one machine's vote. Quorums of successive member lists must overlap."""
     agents = [machine.agent for machine in world.machines.values() if machine.agent is not None]
     if world.network.sides or any(agent.members.member_list != world.member_list for agent in agents):
         return
@@ -366,7 +365,7 @@ def _stand_by(world: SimulatedWorld, event: Event) -> None:
 
 
 def _restart(world: SimulatedWorld, event: Event) -> None:
-    """On all that are there, or on some of them."""
+    """Restart the job on all live machines or on some of them."""
     up = sorted(machine.name for machine in world.machines.values() if machine.agent is not None)
     up.sort(key=lambda name: hash_of(name, event.other))
     if event.one % 2:
@@ -394,16 +393,16 @@ def hash_of(name: str, number: int) -> int:
 
 KINDS: dict[str, tuple[int, Callable[[SimulatedWorld, Event], None]]] = {
     "save": (30, _save),
-    "leave out": (8, _leave_out),
+    "skip part": (8, _skip_part),
     "crash": (6, _crash),
     "save and crash": (4, _crash_soon),
     "return": (6, _return_machine),
     "crash and return": (3, _crash_and_return),
-    "two crash": (2, _crash_two),
-    "rack": (1, _crash_rack),
-    "scribe": (2, _crash_leader),
-    "agent": (6, _restart_agent),
-    "part": (6, _partition_network),
+    "crash two": (2, _crash_two),
+    "crash rack": (1, _crash_rack),
+    "crash leader": (2, _crash_leader),
+    "end agent": (6, _restart_agent),
+    "partition": (6, _partition_network),
     "heal": (6, _heal),
     "noise": (3, _lose_messages),
     "slow": (2, _slow_machine),

@@ -1,6 +1,7 @@
-"""A restart of the job: every rank's node looks around, the ranks vote, all load one step, a new incarnation begins.
+"""A restart of the simulated job.
 
-As in tieredckpt/dcp/tiered_reader.py and tieredckpt/agent/agent_service.py; the decisions are those of
+Nodes query inventories. The ranks vote on a step, load it and begin a new incarnation. The sequence follows
+tieredckpt/dcp/tiered_reader.py and tieredckpt/agent/agent_service.py. The decisions are those of
 :mod:`tieredckpt.resolve_step`.
 """
 
@@ -28,7 +29,7 @@ _REBUILT_S = 0.3
 
 
 def candidates_of(here: NodeInventory, others: dict[str, NodeInventory]) -> list[Candidate]:
-    """What one node's survey says: its own shards and those of the others."""
+    """Return the steps that a node's own inventory and those of the other nodes contain."""
     found: dict[VersionId, dict[int, list[Tier]]] = defaultdict(dict)
     facts: dict[VersionId, ShardInfo] = {}
     for tier, looked in [(Tier.MEMORY, here), *((Tier.PEER, other) for other in others.values())]:
@@ -60,37 +61,38 @@ class SimulatedRestore:
         self.agents: dict[str, SimulatedAgent] = {}
         self.began = world.now
         self.outcome = ""
-        self.photo: dict[ShardKey, set[str]] = {}
+        self.holders_before: dict[ShardKey, set[str]] = {}
+        """Holders of every shard when the queries began."""
         self.epoch = 0
-        self._sights: dict[str, tuple[dict[str, NodeInventory], dict[str, str]]] = {}
+        self._inventories: dict[str, tuple[dict[str, NodeInventory], dict[str, str]]] = {}
         self._resolutions: dict[str, Resolution] = {}
         self._loaded: dict[int, bool] = {}
         self.choices: dict[str, VersionId] = {}
-        """What the ranks of each node load."""
+        """The step that the ranks of each node load."""
         self._tries = 0
         self.refused: set[VersionId] = set()
 
     def start(self) -> None:
-        self.world.log(f"the job starts again on {','.join(self.nodes)}")
+        self.world.log(f"the job restarts on {','.join(self.nodes)}")
         for name in self.nodes:
             agent = self.world.machines[name].agent
             if agent is None:
-                self._end("an agent is away")
+                self._end("an agent is not running")
                 return
             self.agents[name] = agent
         self._query_inventories()
 
     def answering_nodes(self) -> set[str]:
-        """The nodes that answered everybody."""
-        return set.intersection(*(nodes.keys() - silent.keys() for nodes, silent in self._sights.values()))
+        """Return the nodes that answered every query."""
+        return set.intersection(*(nodes.keys() - silent.keys() for nodes, silent in self._inventories.values()))
 
     def _query_inventories(self) -> None:
         self._tries += 1
-        self.photo = self.world.truth.snapshot()
-        self._sights.clear()
+        self.holders_before = self.world.truth.snapshot()
+        self._inventories.clear()
         for name, agent in self.agents.items():
             if not agent.running:
-                self._end(f"{name} went away")
+                self._end(f"the agent of {name} ended")
                 return
             agent.job_inventory(partial(self._inventories_received, name, self._tries))
 
@@ -99,13 +101,13 @@ class SimulatedRestore:
     ) -> None:
         if self.outcome or attempt != self._tries:
             return
-        self._sights[name] = nodes, silent
+        self._inventories[name] = nodes, silent
         others = {node: looked for node, looked in nodes.items() if node != name}
         unreachable = [Tier.PEER] if silent else []
         self._resolutions[name] = resolve_step(
             candidates_of(nodes[name], others), quarantined=self.refused, unreachable=unreachable
         )
-        if len(self._sights) < len(self.agents):
+        if len(self._inventories) < len(self.agents):
             return
         if self._may_find_newer():
             self.world.events.schedule(_REBUILT_S, partial(self._retry_query, self._tries))
@@ -113,14 +115,14 @@ class SimulatedRestore:
             self._vote()
 
     def _may_find_newer(self) -> bool:
-        """With parity, whether a newer version may become whole; for so long it is waited for that."""
+        """Return whether to wait: with parity, a newer version may still become complete."""
         if not self.world.shape.parity or self.world.now - self.began >= _PATIENCE_S:
             return False
-        return any(pending_recovery(*self._sights[name], agent.live_nodes) for name, agent in self.agents.items())
+        return any(pending_recovery(*self._inventories[name], agent.live_nodes) for name, agent in self.agents.items())
 
     def _retry_query(self, attempt: int) -> None:
         if not self.outcome and attempt == self._tries:
-            self._tries -= 1  # nothing was tried yet
+            self._tries -= 1  # a wait is not a failed try
             self._query_inventories()
 
     def _vote(self) -> None:
@@ -129,7 +131,7 @@ class SimulatedRestore:
             for name, found in self._resolutions.items()
         }
         self.choices.clear()
-        for name, vote in votes.items():  # every rank counts them itself, its own first: all come to the same
+        for name, vote in votes.items():  # every rank elects for itself, with its own vote first
             chosen = elect_step([vote, *(other for node, other in votes.items() if node != name)])
             if chosen is not None:
                 self.choices[name] = chosen
@@ -137,7 +139,7 @@ class SimulatedRestore:
             self.world.truth.restore_chosen(self)
             self._load(next(iter(self.choices.values())))
         elif any(self._resolutions[name].unreachable for name in self.agents) or any(votes.values()) or self.refused:
-            self._end("nothing that all ranks can load, and not everybody answered")
+            self._end("no step that all ranks can load, and the answers may be incomplete")
         else:
             self.world.truth.restarted_empty(self)
             self._resume(None)
@@ -146,7 +148,7 @@ class SimulatedRestore:
         self.world.log(f"the ranks choose {self.world.short_name(group)}")
         self._loaded.clear()
         for part, name in enumerate(self.places):
-            nodes, _ = self._sights[name]
+            nodes, _ = self._inventories[name]
             holders = [
                 node
                 for node, looked in nodes.items()
@@ -199,13 +201,13 @@ class SimulatedRestore:
             self.refused.add(group)
             self._query_inventories()
         else:
-            self._end("no step could be read whole")
+            self._end("no step could be read completely")
 
     def _resume(self, group: VersionId | None) -> None:
         if self.outcome:
             return
         if any(not agent.running for agent in self.agents.values()) or not self.world.reachable(self.nodes):
-            self._end("a rank's node went away")
+            self._end("a rank's node is lost or unreachable")
             return
         self.outcome = "done"
         self.epoch = max(self._known_epoch(name) for name in self.agents) + 1
@@ -217,20 +219,23 @@ class SimulatedRestore:
                 agent.wake()
         incarnation = chr(ord("a") + len(self.world.restores) % 26)
         trainers = self.job(self.world, self.places, self.epoch, incarnation, group)
-        self.world.log(f"{trainers} goes on from {self.world.short_name(group) if group else 'nothing'}")
+        if group is not None:
+            self.world.log(f"{trainers} resumes from {self.world.short_name(group)}")
+        else:
+            self.world.log(f"{trainers} starts without a checkpoint")
         self.world.start_job(trainers)
 
     def _known_epoch(self, name: str) -> int:
-        """As a session counts: what the node knows, or what it can see."""
-        nodes, silent = self._sights[name]
+        """Return the newest epoch known to a node, as a session computes it."""
+        nodes, silent = self._inventories[name]
         seen = max((fact.key.epoch for looked in nodes.values() for fact in looked.shards), default=0)
         known = max(self.agents[name].jobs.incarnations.epoch(JOB), seen)
         return max(known, 1000 + int(self.world.now)) if silent else known
 
     def give_up(self, nodes: list[str]) -> None:
-        """The job is started once more on some of these nodes."""
+        """Abandon this attempt if the job restarts on some of its nodes."""
         if set(nodes) & set(self.nodes):
-            self._end("it was started once more")
+            self._end("another restart replaced it")
 
     def _end(self, why: str) -> None:
         if not self.outcome:

@@ -1,4 +1,4 @@
-"""Production code that waits for answers, in turns with the events: one thread at a time, so that a seed says all."""
+"""Threads for blocking production code. One runs at a time, so that a seed determines the whole run."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 class _Ended(BaseException):
-    """The schedule is over."""
+    """Ends a thread when the schedule has ended."""
 
 
 class SimulatedThreads:
@@ -19,7 +19,7 @@ class SimulatedThreads:
         self._threads: list[_Thread] = []
 
     def start_streams(self, work: Callable[[], None]) -> None:
-        """Do this on a thread of its own, until it waits for the first time."""
+        """Run ``work`` on its own thread until it first waits."""
         thread = next((one for one in self._threads if one.idle), None)
         if thread is None:
             thread = _Thread(self)
@@ -28,13 +28,13 @@ class SimulatedThreads:
         self._resume(thread)
 
     def wait_for_reply(self, begin: Callable[[Callable[[Any], None]], None]) -> Any:
-        """Called by such work: what ``begin`` is answered. Meanwhile time passes, and others work."""
+        """Return the reply to ``begin``. The calling thread waits while other events run."""
         thread, answers = self._running, list[Any]()
         assert thread is not None
         waits = False
 
         def answered(found: Any) -> None:
-            if not answers:  # a message may come twice
+            if not answers:  # a reply may arrive twice
                 answers.append(found)
                 if waits:
                     self._resume(thread)
@@ -54,13 +54,13 @@ class SimulatedThreads:
             raise error
 
     def close(self) -> None:
-        """Whoever still waits gets no answer."""
+        """End all threads. Pending waits fail."""
         for thread in self._threads:
             thread.end()
 
 
 class _Thread:
-    """Works while the events wait for it."""
+    """A thread that runs while the event loop waits for it."""
 
     def __init__(self, turns: SimulatedThreads) -> None:
         self._turns = turns

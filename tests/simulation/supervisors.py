@@ -1,8 +1,8 @@
-"""The supervisors of a large job, simulated, against the real coordinator: its process, its protocol, real sockets.
+"""Simulated supervisors of a large job that connect to a real coordinator process.
 
-``python -m tests.simulation.supervisors --nodes 2000`` prints how long a decision takes after a node is lost, and what
-the coordinator's process used. All supervisors are in one process: a node here is what its supervisor would say, with
-neither ranks nor processes behind it. Ranks complete a step a second and are back at once when a world breaks.
+``python -m tests.simulation.supervisors --nodes 2000`` prints the seconds from a lost node to a decision, and the
+coordinator's use of processor and memory. One process simulates all supervisors, without rank processes. Simulated
+ranks complete a step per second, and are ready at once when a world breaks.
 """
 
 from __future__ import annotations
@@ -43,47 +43,47 @@ _TICKS = os.sysconf("SC_CLK_TCK")
 
 @dataclass
 class Figures:
-    """What was measured. Times in seconds."""
+    """The measurements of one run."""
 
     nodes: int
     nproc: int
     join_s: float = 0.0
-    """From the first connection until all nodes were told of the first world."""
+    """Seconds from the start until all nodes have received the first world."""
     steady_cores: float = 0.0
-    """Cores that the coordinator used while nothing happened but reports."""
+    """Cores that the coordinator used while the nodes only sent heartbeats."""
     busy_cores: float = 0.0
-    """The same over the losses and the worlds that followed them."""
+    """Cores that the coordinator used during the losses and the worlds that followed."""
     peak_bytes: int = 0
-    hung_up: int = 0
-    """How often the coordinator gave up a connection."""
+    reconnects: int = 0
+    """Connections that the coordinator closed."""
     broken_s: list[float] = field(default_factory=list)
-    """Of every loss and surviving node: from the end of the lost node's connection until it heard of it."""
+    """Seconds from a node's disconnect to each surviving node's notice of the loss."""
     formed_s: list[float] = field(default_factory=list)
-    """The same, until it heard of the next world."""
+    """Seconds from a node's disconnect to each surviving node's notice of the next world."""
 
     def __str__(self) -> str:
         return (
             f"{self.nodes} nodes x {self.nproc} ranks (simulated supervisors): "
             f"lost node decided p50 {quantile(self.broken_s, 0.5):.3f} s, p99 {quantile(self.broken_s, 0.99):.3f} s; "
             f"next world p50 {quantile(self.formed_s, 0.5):.3f} s, p99 {quantile(self.formed_s, 0.99):.3f} s; "
-            f"all met in {self.join_s:.1f} s; coordinator: {self.steady_cores:.2f} cores at rest, "
-            f"{self.busy_cores:.2f} over the losses, {self.peak_bytes / 2**20:.0f} MiB, "
-            f"{self.hung_up} connections given up"
+            f"first world in {self.join_s:.1f} s; coordinator: {self.steady_cores:.2f} cores at rest, "
+            f"{self.busy_cores:.2f} during the losses, {self.peak_bytes / 2**20:.0f} MiB, "
+            f"{self.reconnects} connections closed"
         )
 
 
 def quantile(values: list[float], share: float) -> float:
-    """The value that so much of all values do not exceed."""
+    """Return the value that this share of all values does not exceed."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
 
 
 class SimulatedSupervisor:
-    """One node: what its supervisor says, and has heard."""
+    """The supervisor of one node: its status and its connection."""
 
     def __init__(self, number: int, nproc: int) -> None:
         self.name = f"ip-10-{number >> 16}-{number >> 8 & 255}-{number & 255}.cluster.local"
-        self.says = NodeStatus(
+        self.status = NodeStatus(
             0, self.name, 1, nproc, spawn_count=nproc, ready=True, rank_progress=(RankProgress(-1),) * nproc
         )
         self.quiet_s = (0.1,) * nproc
@@ -94,62 +94,64 @@ class SimulatedSupervisor:
 
     @property
     def epoch(self) -> int:
-        return -1 if self.says.world is None else self.says.world.epoch
+        return -1 if self.status.world is None else self.status.world.epoch
 
     @property
     def is_inside(self) -> bool:
-        return self.says.world is not None and self.says.broken_reason is None
+        return self.status.world is not None and self.status.broken_reason is None
 
     def connected(self, sock: socket.socket) -> None:
-        """A new connection."""
         self.sock, self.unsent, self.end = sock, b"", NodeCodec()
         self.received.clear()
 
     def advance_second(self) -> None:
-        """A second has passed."""
-        self.says = msgspec.structs.replace(self.says, silent_s=self.quiet_s)
+        """Update the status once a second: silence, and one more step while in a world."""
+        self.status = msgspec.structs.replace(self.status, silent_s=self.quiet_s)
         if self.is_inside:
-            step = 1 + (self.says.rank_progress[0].step if self.says.rank_progress[0] is not None else -1)
-            self.says = msgspec.structs.replace(
-                self.says, rank_progress=(RankProgress(step, step - 1),) * self.says.local_ranks
+            step = 1 + (self.status.rank_progress[0].step if self.status.rank_progress[0] is not None else -1)
+            self.status = msgspec.structs.replace(
+                self.status, rank_progress=(RankProgress(step, step - 1),) * self.status.local_ranks
             )
 
     def report(self) -> bytes:
-        self.says = msgspec.structs.replace(self.says, number=self.says.number + 1)
-        body = self.end.encode(self.says)
+        self.status = msgspec.structs.replace(self.status, number=self.status.number + 1)
+        body = self.end.encode(self.status)
         return FRAME_PREFIX.pack(FRAME_MAGIC, FRAME_VERSION, len(body), 0) + body
 
     def receive(self, body: bytes) -> bool:
-        """Whether there is something new to say."""
-        hears, before = self.end.decode(body), self.says
-        formed = hears.world
+        """Apply a message of the coordinator, and return whether the status has changed."""
+        desired, before = self.end.decode(body), self.status
+        formed = desired.world
         if formed is not None and formed is not before.world and formed.epoch > self.epoch:
-            self.says = msgspec.structs.replace(self.says, world=formed, broken_reason=None, ready=False)
-        elif hears.broken_reason is not None and before.broken_reason is None and formed is before.world:
-            self.says = msgspec.structs.replace(self.says, broken_reason=hears.broken_reason, ready=True)
-        if hears.coordinator != before.coordinator:
-            self.says = msgspec.structs.replace(self.says, coordinator=hears.coordinator)
-        return before.world is not self.says.world or before.broken_reason != self.says.broken_reason
+            self.status = msgspec.structs.replace(self.status, world=formed, broken_reason=None, ready=False)
+        elif desired.broken_reason is not None and before.broken_reason is None and formed is before.world:
+            self.status = msgspec.structs.replace(self.status, broken_reason=desired.broken_reason, ready=True)
+        if desired.coordinator != before.coordinator:
+            self.status = msgspec.structs.replace(self.status, coordinator=desired.coordinator)
+        return before.world is not self.status.world or before.broken_reason != self.status.broken_reason
 
 
 class SupervisorCrowd:
-    """All nodes of a job, in one loop over their sockets. Who is hung up on comes again, as a supervisor does."""
+    """All nodes of a job in one loop over their sockets.
+
+    A node reconnects when the coordinator closes its connection.
+    """
 
     def __init__(self, address: str, count: int, nproc: int) -> None:
         self._address = address
         self.nodes = [SimulatedSupervisor(number, nproc) for number in range(count)]
-        self.hung_up = 0
+        self.reconnects = 0
         self._selector = selectors.DefaultSelector()
         self._beats: list[tuple[float, int]] = []
         self._arrived: queue.SimpleQueue[tuple[int, socket.socket]] = queue.SimpleQueue()
         self._ended = False
-        # Some at a time: they all come from one address, and a listener has little room for strangers of one.
+        # All nodes connect from one address, of which a listener accepts only a few unauthenticated connections.
         self._pool = ThreadPoolExecutor(8)
         for number in range(count):
             self._pool.submit(self._connect, number)
 
     def _connect(self, number: int) -> None:
-        """On a thread of the pool."""
+        """Connect one node, on a thread of the pool."""
         while not self._ended:
             try:
                 channel = connect_to_coordinator(
@@ -175,7 +177,7 @@ class SupervisorCrowd:
                 heapq.heappush(self._beats, (time.monotonic() + HEARTBEAT_S, number))
 
     def _reconnect(self, node: SimulatedSupervisor) -> None:
-        self.hung_up += 1
+        self.reconnects += 1
         self.lose(node)
         self._pool.submit(self._connect, self.nodes.index(node))
 
@@ -195,7 +197,7 @@ class SupervisorCrowd:
         self._selector.close()
 
     def run_turn(self, until: float) -> list[SimulatedSupervisor]:
-        """Hear and say what there is; the nodes that heard something new."""
+        """Send due reports, read messages, and return the nodes whose status has changed."""
         self._accept_connections()
         now = time.monotonic()
         while self._beats and self._beats[0][0] <= now:
@@ -228,15 +230,15 @@ class SupervisorCrowd:
             self._reconnect(node)
             return False
         node.received += data
-        news = False
+        changed = False
         while len(node.received) >= FRAME_PREFIX.size:
             _, _, size, _ = FRAME_PREFIX.unpack_from(node.received)
             if len(node.received) < FRAME_PREFIX.size + size:
                 break
             body = bytes(node.received[FRAME_PREFIX.size : FRAME_PREFIX.size + size])
             del node.received[: FRAME_PREFIX.size + size]
-            news |= node.receive(body)
-        return news
+            changed |= node.receive(body)
+        return changed
 
     def _send_report(self, node: SimulatedSupervisor) -> None:
         node.unsent += node.report()
@@ -252,7 +254,7 @@ class SupervisorCrowd:
 
 @contextlib.contextmanager
 def coordinator(nodes: int, nproc: int) -> Iterator[tuple[str, int]]:
-    """The process that ``elastic run`` starts: its address, and its number."""
+    """Start a coordinator process as ``elastic run`` does, and yield its address and process ID."""
     policy = ScalingPolicy(
         min_replicas=1,
         max_replicas=nodes,
@@ -301,7 +303,7 @@ def peak_bytes(pid: int) -> int:
 
 
 def measure(nodes: int, *, nproc: int = 8, losses: int = 5, rest_s: float = 10.0, patience_s: float = 120.0) -> Figures:
-    """``nodes`` in the world, and as many beside it as are lost: each takes the place of one."""
+    """Measure a world of ``nodes`` nodes that loses nodes, with one spare node for each loss."""
     figures = Figures(nodes, nproc)
     with (
         coordinator(nodes, nproc) as (address, pid),
@@ -320,7 +322,7 @@ def measure(nodes: int, *, nproc: int = 8, losses: int = 5, rest_s: float = 10.0
             _lose_node(crowd, inside[(number * 7919) % len(inside)], inside, figures, patience_s)
             _run_for(crowd, 1.0)
         figures.busy_cores = (cpu_s(pid) - used) / (time.monotonic() - since)
-        figures.peak_bytes, figures.hung_up = peak_bytes(pid), crowd.hung_up
+        figures.peak_bytes, figures.reconnects = peak_bytes(pid), crowd.reconnects
     return figures
 
 
@@ -337,10 +339,13 @@ def _lose_node(
     crowd.lose(lost)
     while unformed:
         if time.monotonic() - began > patience_s:
-            raise RuntimeError(f"{len(unbroken)} nodes have not heard of the loss, {len(unformed)} of the next world")
+            raise RuntimeError(
+                f"{len(unbroken)} nodes did not receive the loss, and {len(unformed)} did not receive the next world, "
+                f"within {patience_s:g} s."
+            )
         for node in crowd.run_turn(time.monotonic() + 0.1):
             took_s = time.monotonic() - began
-            if node.name in unbroken and (node.says.broken_reason is not None or node.epoch > epoch):
+            if node.name in unbroken and (node.status.broken_reason is not None or node.epoch > epoch):
                 unbroken.discard(node.name)
                 figures.broken_s.append(took_s)
             if node.name in unformed and node.epoch > epoch:
@@ -353,7 +358,8 @@ def _run_until(crowd: SupervisorCrowd, happened, patience_s: float) -> None:  # 
     while not happened():
         if time.monotonic() > until:
             raise RuntimeError(
-                f"not all nodes were in the first world within {patience_s:g} s; {crowd.hung_up} were hung up on"
+                f"Some nodes were not in the first world within {patience_s:g} s. The coordinator closed "
+                f"{crowd.reconnects} connections."
             )
         for _ in crowd.run_turn(time.monotonic() + 0.1):
             pass

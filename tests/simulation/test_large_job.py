@@ -1,4 +1,4 @@
-"""A job of many nodes, message by message: what one node gets and does for all grows no faster than the job."""
+"""Limits of the messages and of the restore work per node in a large job."""
 
 import math
 
@@ -9,15 +9,15 @@ from tests.simulation.large import DECIDING, TENSORS, run_large_job
 
 
 def assert_costs_bounded(nodes, ranks, fewer):
-    story = run_large_job(nodes, ranks, fewer, print)
-    saved, lost, copied, chosen, smaller = story.phases
+    result = run_large_job(nodes, ranks, fewer, print)
+    saved, lost, copied, chosen, smaller = result.phases
     for save, count in ((saved, nodes), (smaller, nodes - 1)):
-        assert save.sent["report_parts"] <= 3 * ranks * count, "a word for each part sealed, and each copied"
+        assert save.sent["report_parts"] <= 3 * ranks * count, "too many reports of sealed and copied parts"
         assert save.sent["commit_decision"] <= 2 * BROADCAST_FANOUT
-        assert save.most <= 4 * ranks * count, "all of it is the one that counts"
-    own_district, beyond = math.sqrt(nodes), math.sqrt(nodes)
-    assert chosen.sent["node_inventory"] <= 6 * nodes * own_district
-    assert chosen.sent["partition_inventory"] <= 3 * fewer * beyond
+        assert save.most <= 4 * ranks * count, "too many messages to the commit leader"
+    root = math.sqrt(nodes)
+    assert chosen.sent["node_inventory"] <= 6 * nodes * root
+    assert chosen.sent["partition_inventory"] <= 3 * fewer * root
     assert {*lost.sent, *copied.sent} <= {
         "ping",
         "indirect_ping",
@@ -27,11 +27,11 @@ def assert_costs_bounded(nodes, ranks, fewer):
         "report_parts",
         "commit_decision",
     }
-    assert len(story.planned) >= DECIDING
-    for planned in story.planned:
+    assert len(result.planned) >= DECIDING
+    for planned in result.planned:
         assert planned.pieces <= 3 * ranks * TENSORS
-        assert planned.layouts <= nodes * ranks, "each once a node, whatever its ranks want"
-    assert story.read
+        assert planned.layouts <= nodes * ranks, "a node needs each layout at most once"
+    assert result.read
 
 
 def test_hundreds_of_ranks_lose_a_node_and_resume_with_fewer():

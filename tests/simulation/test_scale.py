@@ -1,4 +1,4 @@
-"""What is sent in a large job, counted: no times. The table in ``docs/explanation/scale.md`` is of the same code."""
+"""Message counts of large jobs, by the code that prints the table in ``docs/explanation/scale.md``."""
 
 import math
 
@@ -16,7 +16,7 @@ from tests.simulation.scale import (
     commit_cost,
     count_queries,
     decode_all,
-    inventory,
+    make_inventories,
     make_nodes,
     measure,
     moved_copies,
@@ -36,53 +36,53 @@ def names_of(nodes):
 def test_restart_messages_per_node_grow_with_the_square_root(count):
     names = names_of(make_nodes(count))
     partitions = NodePartitions(names)
-    seen = count_queries(names, partitions)
+    queries = count_queries(names, partitions)
     expected = sum(
         ROUNDS * (len(partitions.partition_of(me)) - 1) + len(partitions.other_partitions(me)) for me in names
     )
-    assert seen.restart == expected
+    assert queries.restart == expected
     root = math.sqrt(count)
-    assert seen.restart <= 4.5 * count * root
-    assert max(seen.most_at_one, seen.most_from_one) <= 6 * root
-    assert seen.one_survey <= count
+    assert queries.restart <= 4.5 * count * root
+    assert max(queries.most_to_one, queries.most_from_one) <= 6 * root
+    assert queries.one_node <= count
 
 
 def test_job_below_the_limit_queries_every_node():
     names = names_of(make_nodes(63))
-    seen = count_queries(names, NodePartitions(names))
-    assert seen.one_survey == 62
-    assert seen.restart == ROUNDS * 63 * 62
+    queries = count_queries(names, NodePartitions(names))
+    assert queries.one_node == 62
+    assert queries.restart == ROUNDS * 63 * 62
 
 
 def test_inventory_replies_contain_all_shards():
     nodes = make_nodes(300)
     names = names_of(nodes)
-    partitions, said = NodePartitions(names), inventory(names, place_replicas(nodes))
+    partitions, inventories = NodePartitions(names), make_inventories(names, place_replicas(nodes))
     me = names[17]
-    taken = decode_all(responses_for(me, partitions, said), len(partitions.partition_of(me)) - 1)
-    assert sorted(repr(looked) for looked in taken.values()) == sorted(repr(said[name]) for name in names if name != me)
+    decoded = decode_all(responses_for(me, partitions, inventories), len(partitions.partition_of(me)) - 1)
+    expected = sorted(repr(inventories[name]) for name in names if name != me)
+    assert sorted(repr(inventory) for inventory in decoded.values()) == expected
 
 
 def test_replies_of_the_largest_job_stay_below_the_limits():
-    """A hundred times as much in each fits, too: that is as many parts and parities on a node."""
+    """Allow a hundred times as many parts and parities per node."""
     names = names_of(make_nodes(MOST_NODES))
     partitions = NodePartitions(names)
     largest = max(len(partitions.partition_of(me)) for me in names)
     assert largest <= MAX_NODES_PER_REQUEST
     few = make_nodes(100)
-    one = max(
-        len(message_codec.encode_message(looked)) for looked in inventory(names_of(few), place_replicas(few)).values()
-    )
+    inventories = make_inventories(names_of(few), place_replicas(few))
+    one = max(len(message_codec.encode_message(inventory)) for inventory in inventories.values())
     assert 100 * largest * one < MAX_PARTITION_REPLY_BYTES < MAX_MESSAGE_HEADER_BYTES
 
 
 @pytest.mark.parametrize(("count", "every"), [(2, 1), (100, 1), (1 + BROADCAST_FANOUT, 1), (300, 3)])
 def test_save_costs_one_report_per_node_and_a_bounded_broadcast(count, every):
     names = names_of(make_nodes(count))
-    reports, told, _ = commit_cost(names)
+    reports, notified, _ = commit_cost(names)
     assert reports == 2 * (count - 1)
-    assert told == math.ceil((count - 1) / every)
-    assert told <= BROADCAST_FANOUT
+    assert notified == math.ceil((count - 1) / every)
+    assert notified <= BROADCAST_FANOUT
     assert periods_until_known(names) <= 5
 
 
@@ -100,7 +100,7 @@ def test_membership_change_moves_few_copies():
     assert moved_copies(before, before) == 0
 
 
-def test_the_table_has_a_number_for_everything():
+def test_table_has_a_value_in_every_row():
     table = measure(64)
     assert len(table) > 20
     assert all(table.values())

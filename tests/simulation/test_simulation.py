@@ -1,6 +1,6 @@
-"""Random schedules of faults over a fake network and clock, through the decisions that production makes.
+"""Random schedules of faults over a simulated network and clock, with the decisions of production.
 
-A failing one is printed with its seed, as few of its events as fail, and the command that tells it as it happens.
+A failure is printed with its seed, the fewest events that still fail, and the command that replays it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import pytest
 from tests.simulation.schedule import schedule_of
 
 IN_A_TEST_RUN = 200
-"""One in eight with parities. ``make nightly`` runs more than a thousand times as many, and these among them."""
+"""Schedules of a normal test run, one in eight with parities. ``make nightly`` runs many more."""
 AT_ONCE = 2
 
 
@@ -24,17 +24,17 @@ def start_simulation(*arguments: str) -> subprocess.Popen[str]:
 
 
 def assert_invariants(first: int, count: int) -> None:
-    """All of these schedules keep the invariants; they are shared by a few processes."""
+    """Check that all of these schedules keep the invariants, in several processes."""
     cuts = [first + count * number // AT_ONCE for number in range(AT_ONCE + 1)]
     runs = [start_simulation("--seeds", str(begin), str(stop)) for begin, stop in itertools.pairwise(cuts)]
-    said = [run.communicate() for run in runs]
-    for _, errors in said:
+    outputs = [run.communicate() for run in runs]
+    for _, errors in outputs:
         sys.stderr.write(errors)
-    assert [run.returncode for run in runs] == [0] * AT_ONCE, "\n".join(out + errors for out, errors in said)
-    assert sum(int(out.rsplit("\n", 2)[-2].split(" ", 1)[0]) for out, _ in said) == count
+    assert [run.returncode for run in runs] == [0] * AT_ONCE, "\n".join(out + errors for out, errors in outputs)
+    assert sum(int(out.rsplit("\n", 2)[-2].split(" ", 1)[0]) for out, _ in outputs) == count
 
 
-def test_a_seed_is_a_schedule():
+def test_schedule_depends_only_on_its_seed():
     assert schedule_of(7) == schedule_of(7)
     assert schedule_of(7) != schedule_of(8)
 
@@ -43,14 +43,14 @@ def test_failure_prints_its_seed_schedule_and_replay_command():
     out, errors = start_simulation("--seeds", "0", "50", "--break", "choose the oldest").communicate()
     seed = out.split(":", 1)[0].removeprefix("seed ")
     again = f"replay: python -m tests.simulation --seed {seed} --shrink --break 'choose the oldest'"
-    for told in (out, errors):
-        assert f"seed {seed}, ClusterShape(" in told
-        assert " s restart" in told
-        assert told.rstrip().endswith(again)
+    for output in (out, errors):
+        assert f"seed {seed}, ClusterShape(" in output
+        assert " s restart" in output
+        assert output.rstrip().endswith(again)
     replay = start_simulation("--seed", seed, "--shrink", "--break", "choose the oldest")
-    told, _ = replay.communicate()
+    output, _ = replay.communicate()
     assert replay.returncode == 1
-    assert "VIOLATION: the job goes back to" in told
+    assert "VIOLATION: the job resumes from" in output
 
 
 @pytest.mark.timeout(1800)

@@ -1,4 +1,4 @@
-"""One incarnation of the job: its ranks write parts of steps, each on its machine, in its own time."""
+"""One incarnation of the simulated job: ranks that write their parts of each step."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _WAIT_S = 0.8
 
 
 class Trainers:
-    """Rank ``part`` runs on ``places[part]``."""
+    """The ranks of one incarnation. Rank ``part`` runs on ``places[part]``."""
 
     def __init__(
         self, world: SimulatedWorld, places: tuple[str, ...], epoch: int, name: str, origin: VersionId | None
@@ -29,29 +29,29 @@ class Trainers:
         self.step = -1 if self.base is None else self.base
         self.running = True
         self.refused = ""
-        """Why the job cannot go on, once a rank was told."""
+        """The error that stopped the job, if a rank was refused."""
         self._gone: set[str] = set()
         self._sealed: dict[VersionId, set[int]] = {}
-        self._unheard: set[ShardKey] = set()
+        self._aborted_after_seal: set[ShardKey] = set()
         self.committed: list[VersionId] = []
 
     def __str__(self) -> str:
         return f"{self.epoch % 1000}{self.name} on {','.join(sorted(set(self.places)))}"
 
     def lose_machine(self, machine: str) -> None:
-        """The ranks on one machine died; the others wait for them until somebody starts the job again."""
+        """End the ranks of one machine. The others wait until the job restarts."""
         if machine in self.places:
             self._gone.add(machine)
             self.running = False
 
     def stop(self, machines: list[str]) -> None:
-        """The job is started again on these machines: its processes there are ended. Others may not have noticed."""
+        """End the ranks on these machines before a restart. Ranks elsewhere may not notice."""
         if set(machines) & set(self.places):
             self._gone |= set(machines)
             self.running = False
 
-    def save(self, *, without: int | None = None, unheard: bool = False) -> VersionId | None:
-        """``without``: this rank leaves its part out; ``unheard``: it seals it, and does not hear that it has."""
+    def save(self, *, without: int | None = None, sealed: bool = False) -> VersionId | None:
+        """Save a step. Rank ``without`` skips its part, or with ``sealed`` aborts it after sealing it."""
         if not self.running:
             return None
         self.step += 1
@@ -63,20 +63,20 @@ class Trainers:
             key = ShardKey(JOB, self.step, self.epoch, self.name, 0, part)
             if part != without:
                 self._run_soon(0.2, part, partial(self._write, key, _TRIES))
-            elif unheard:
-                self._unheard.add(key)
+            elif sealed:
+                self._aborted_after_seal.add(key)
                 self._run_soon(0.2, part, partial(self._write, key, _TRIES))
             else:
                 self._run_soon(0.2, part, partial(self._abort_part, key))
         return group
 
     def _abort_part(self, key: ShardKey) -> None:
-        """A rank tells its agent, and where that is away, again."""
+        """Report a skipped part to the rank's agent. Retry until the agent runs."""
         agent = self.world.agent_at(self.places[key.part])
         if agent is None:
             self.world.events.schedule(_WAIT_S, partial(self._run_if_alive, key.part, partial(self._abort_part, key)))
             return
-        self.world.log(f"{self} leaves out {self.world.short_name(key)}")
+        self.world.log(f"{self} skips {self.world.short_name(key)}")
         agent.abort_part(key)
 
     def _run_soon(self, within_s: float, part: int, work: partial[None]) -> None:
@@ -90,7 +90,7 @@ class Trainers:
         agent = self.world.agent_at(self.places[key.part])
         try:
             if agent is None:
-                raise ArenaBusyError("the agent starts again")
+                raise ArenaBusyError("the agent is not running")
             lease = agent.leasing.lease(key, SHARD_BYTES, len(self.places), wait_s=0.0, owner=TRAINER)
         except (FencedError, NoQuorumError) as error:
             self._stop_after(key, error)
@@ -124,7 +124,7 @@ class Trainers:
             return
         self.world.truth.write_admitted(self, agent.name)
         agent.sealed(key)
-        if key in self._unheard:
+        if key in self._aborted_after_seal:
             self._run_soon(0.2, key.part, partial(self._abort_part, key))
         group = key.version_id
         self._sealed[group].add(key.part)
@@ -135,7 +135,7 @@ class Trainers:
         return b"%d" % (-1 if self.base is None else self.base)
 
     def _commit(self, group: VersionId) -> None:
-        self.world.log(f"{self} has step {group.version} whole")
+        self.world.log(f"{self} completes step {group.version}")
         self.committed.append(group)
         self.world.truth.committed(group)
 

@@ -1,4 +1,4 @@
-"""Copies on their way, one chunk at a time, so that anything may happen in between, as in peers/sending."""
+"""Simulated transfers of copies, one chunk at a time, so that faults can occur between chunks."""
 
 from __future__ import annotations
 
@@ -78,13 +78,13 @@ class IncomingTransfers:
             return
         transfer.touched = self._agent.world.now
         slot = self._agent.machine.arena.bytes.get(transfer.lease.slot)
-        if slot is None:  # the lease was taken back
+        if slot is None:  # the lease was revoked
             return
         slot[number * CHUNK_BYTES : (number + 1) * CHUNK_BYTES] = data
         transfer.done[number] = is_chunk_intact(transfer.record, number, data)
 
     def _commit(self, sender: str, name: str) -> tuple[int, ...]:
-        """The chunks that are missing or damaged; when there are none, the copy is sealed."""
+        """Return missing and damaged chunks, or seal the complete copy."""
         transfer = self._transfer_of(sender, name)
         if transfer is None:
             raise LeaseLostError(f"transfer {name} is unknown: it was aborted")
@@ -108,7 +108,7 @@ class IncomingTransfers:
             self._agent.leasing.release(self._transfers.pop(name).lease.id)
 
     def sweep(self) -> None:
-        """What a connection that broke has left."""
+        """Abort transfers that have been idle too long, as after a lost connection."""
         for name, transfer in list(self._transfers.items()):
             if self._agent.world.now - transfer.touched > _IDLE_S:
                 self._abort(transfer.sender, name)
@@ -119,31 +119,32 @@ class OutgoingTransfer:
 
     def __init__(self, agent: SimulatedAgent) -> None:
         self._agent = agent
-        self._duty: ReplicationTask | None = None
+        self._task: ReplicationTask | None = None
         self._slot: ArenaSlot | None = None
         self._record: ShardRecord | None = None
         self._transfer = ""
-        self._again = self._life = 0
+        self._is_retry = False
+        self._target_generation = 0
         self._base: ResumePoint | None = None
 
     @property
     def is_busy(self) -> bool:
-        return self._duty is not None
+        return self._task is not None
 
-    def begin(self, duty: ReplicationTask, look: ReplicationView) -> None:
+    def begin(self, task: ReplicationTask, look: ReplicationView) -> None:
         try:
-            self._slot, self._record = self._agent.shelf.find_shard(duty.key)
+            self._slot, self._record = self._agent.shelf.find_shard(task.key)
         except ShardNotFoundError:
             self._agent.wake()
             return
-        self._duty, self._transfer, self._again = duty, "", 0
+        self._task, self._transfer, self._is_retry = task, "", False
         self._agent.shelf.add_reader(self._slot, "push")
-        self._life, self._base = look.generation_of(duty.target), look.resume_point
-        fact = next(fact for fact in look.shards if fact.key == duty.key)
+        self._target_generation, self._base = look.generation_of(task.target), look.resume_point
+        fact = next(fact for fact in look.shards if fact.key == task.key)
         offer = OfferReplica(
-            self._record, duty.holders, is_committed(fact, look.newest_replicated), resume_point=look.resume_point
+            self._record, task.holders, is_committed(fact, look.newest_replicated), resume_point=look.resume_point
         )
-        self._agent.call(duty.target, "offer_replica", offer, self._offer_accepted, self._failed)
+        self._agent.call(task.target, "offer_replica", offer, self._offer_accepted, self._failed)
 
     def _offer_accepted(self, wanted: OfferReply) -> None:
         if not wanted.transfer:
@@ -153,50 +154,50 @@ class OutgoingTransfer:
         self._send(tuple(number for run in wanted.missing for number in range(*run)))
 
     def _send(self, numbers: tuple[int, ...]) -> None:
-        assert self._duty is not None
+        assert self._task is not None
         assert self._slot is not None
         data = self._agent.machine.arena.bytes.get(self._slot.name, bytearray())
         for nth, number in enumerate(numbers):
             chunk = bytes(data[number * CHUNK_BYTES : (number + 1) * CHUNK_BYTES])
             chunk = self._agent.world.damage_on_wire(chunk)
-            work = partial(self._agent.call, self._duty.target, "replica_chunk", (self._transfer, number, chunk))
+            work = partial(self._agent.call, self._task.target, "replica_chunk", (self._transfer, number, chunk))
             self._agent.run_later(0.001 * nth, work)
         commit = partial(
-            self._agent.call, self._duty.target, "commit_replica", self._transfer, self._committed, self._failed
+            self._agent.call, self._task.target, "commit_replica", self._transfer, self._committed, self._failed
         )
         self._agent.run_later(0.001 * len(numbers) + 0.005, commit)
 
     def _committed(self, missing: tuple[int, ...]) -> None:
         if not missing:
             self._done()
-        elif self._again:
+        elif self._is_retry:
             self._failed(ShardDamagedError(f"{len(missing)} chunks arrived damaged twice"))
         else:
-            self._again = 1
+            self._is_retry = True
             self._send(missing)
 
     def _done(self) -> None:
-        assert self._duty is not None
-        self._agent.accounts.task_done(self._duty, self._life, self._base)
+        assert self._task is not None
+        self._agent.accounts.task_done(self._task, self._target_generation, self._base)
         self._end()
 
     def _failed(self, error: PeerStoreError) -> None:
-        duty = self._duty
-        assert duty is not None
+        task = self._task
+        assert task is not None
         self._agent.world.log(
-            f"{self._agent.name} could not copy {self._agent.world.short_name(duty.key)} to {duty.target}: "
+            f"{self._agent.name} could not copy {self._agent.world.short_name(task.key)} to {task.target}: "
             f"{type(error).__name__}"
         )
-        doubtful = self._agent.accounts.task_failed(duty, error, self._agent.world.now)
+        doubtful = self._agent.accounts.task_failed(task, error, self._agent.world.now)
         if self._transfer:
-            self._agent.call(duty.target, "abort_replica", self._transfer)
+            self._agent.call(task.target, "abort_replica", self._transfer)
         if doubtful:
-            self._agent.verify(duty.key)
+            self._agent.verify(task.key)
         self._end()
 
     def _end(self) -> None:
         assert self._slot is not None
-        self._duty = None
+        self._task = None
         with self._agent.shelf.exclusive():
             self._agent.shelf.release_reader(self._slot, "push")
         self._agent.wake()

@@ -1,4 +1,4 @@
-"""A small cluster: machines with agents on them, the network between, the job's trainers, and what is really true."""
+"""A simulated cluster: machines with agents, their network, the job's trainers, and the invariants."""
 
 from __future__ import annotations
 
@@ -33,26 +33,26 @@ _KEYS_KEPT = 4096
 
 @dataclass(frozen=True)
 class ClusterShape:
-    """What does not change during one schedule."""
+    """The fixed parameters of one schedule."""
 
     nodes: int = 4
     racks: int = 0
-    """0: every node fails alone."""
+    """Number of racks; 0 if nodes have no rack label."""
     copies: int = 2
     parts: int = 4
     budget_shards: int = 64
     parity: int = 0
-    """Nodes of a group that keeps parities, beside each one; 0: copies are kept."""
+    """Other nodes in each node's parity group; 0 to keep copies instead."""
 
     @property
     def redundant(self) -> bool:
-        """Whether one machine may be lost with nothing on it."""
+        """Whether the cluster survives the loss of one machine."""
         return self.copies > 1 or self.parity > 0
 
 
 @dataclass
 class Machine:
-    """What a power cut takes: the agent, the trainers, the arena."""
+    """A machine with its agent and its arena."""
 
     name: str
     node: PeerNode
@@ -72,7 +72,7 @@ class SimulatedWorld:
         seed: int,
         shape: ClusterShape,
         *,
-        say: Callable[[str], None] | None = None,
+        log: Callable[[str], None] | None = None,
         membership: MembershipSettings = MEMBERSHIP,
     ) -> None:
         self.seed, self.shape = seed, shape
@@ -86,7 +86,7 @@ class SimulatedWorld:
         self.machines: dict[str, Machine] = {}
         self.wire_damage = 0.0
         self.window_s = NOTICED_S
-        self._say = say
+        self._log = log
         self.truth = Invariants(self)
         self.jobs: list[Trainers] = []
         self.restores: list[SimulatedRestore] = []
@@ -112,30 +112,30 @@ class SimulatedWorld:
         return self.events.now
 
     def log(self, text: str) -> None:
-        if self._say is not None:
-            self._say(f"{self.now:9.3f}  {text}")
+        if self._log is not None:
+            self._log(f"{self.now:9.3f}  {text}")
 
     def short_name(self, what: ShardKey | VersionId) -> str:
-        """A key or group in a few letters."""
+        """Return a short name of a shard or version for logs."""
         part = f".{what.part}" if isinstance(what, ShardKey) else ""
         return f"{what.epoch % 1000}{what.incarnation}/{what.version}{part}"
 
     # -- time ---------------------------------------------------------------------------------------------------------
 
     def run(self, seconds: float, until: Callable[[], bool] | None = None) -> bool:
-        """Let time pass; whether ``until`` came true."""
+        """Run events for some time or until ``until`` is true, and return whether it is."""
         end = self.now + seconds
         if until is not None and until():
             return True
-        looked = self.now
+        checked_at = self.now
         while (work := self.events.next(end)) is not None:
             work()
             if self.events.count > self.most_events:
-                raise Violation(f"{self.most_events} messages, and no end")
-            if self.truth.news:
+                raise Violation(f"the cluster is still not at rest after {self.most_events} events")
+            if self.truth.deleted_copies:
                 self.truth.check()
-            if until is not None and self.now - looked > 0.25:
-                looked = self.now
+            if until is not None and self.now - checked_at > 0.25:
+                checked_at = self.now
                 if until():
                     return True
         return until() if until is not None else True
@@ -143,7 +143,7 @@ class SimulatedWorld:
     # -- machines -----------------------------------------------------------------------------------------------------
 
     def boot(self, machine: Machine) -> None:
-        """The agent starts, over whatever the arena still holds."""
+        """Start an agent over the machine's current arena."""
         machine.up, machine.lives = True, machine.lives + 1
         self.truth.record_trouble()
         self.truth.watch(machine)
@@ -151,7 +151,7 @@ class SimulatedWorld:
         machine.agent.start()
 
     def crash(self, machine: Machine) -> None:
-        """The machine is gone with everything in its memory."""
+        """Crash a machine, which loses its memory."""
         self.log(f"{machine.name} crashes")
         machine.agent, machine.up = None, False
         machine.arena = DictArena()
@@ -160,7 +160,7 @@ class SimulatedWorld:
             job.lose_machine(machine.name)
 
     def join(self) -> Machine:
-        """A new node, which the member list names from now on."""
+        """Add a machine to the cluster and to the member list."""
         machine = self._add()
         self.log(f"{machine.name} joins the member list")
         self.publish([*self.member_list.nodes, machine.node])
@@ -168,7 +168,7 @@ class SimulatedWorld:
         return machine
 
     def publish(self, nodes: Sequence[PeerNode], standby: Collection[NodeId] | None = None) -> None:
-        """Another roster; agents hear of it one after the other, or from each other."""
+        """Publish a new member list. Agents read it at different times or receive it from each other."""
         wanted = self.member_list.standby if standby is None else standby
         known = [node.id for node in nodes if node.id in wanted]
         self.member_list = member_list(self.member_list.version + 1, nodes, known if len(known) < len(nodes) else ())
@@ -189,11 +189,11 @@ class SimulatedWorld:
     # -- messages -----------------------------------------------------------------------------------------------------
 
     def is_reachable(self, source: str, target: str, within_s: float) -> bool:
-        """Whether a ping there is answered in time."""
+        """Return whether a ping would be answered in time."""
         machine = self.machines.get(target)
-        ways = [self.network.delay_s(source, target), self.network.delay_s(target, source)]
+        delays = [self.network.delay_s(source, target), self.network.delay_s(target, source)]
         answers = machine is not None and machine.agent is not None
-        return answers and None not in ways and sum(way or 0.0 for way in ways) <= within_s
+        return answers and None not in delays and sum(delay or 0.0 for delay in delays) <= within_s
 
     def call(
         self,
@@ -205,11 +205,11 @@ class SimulatedWorld:
         failed: Callable[[PeerStoreError], None],
         timeout_s: float,
     ) -> None:
-        """A question and its answer, each of which may be lost, late or doubled."""
-        network, asked, machine = self.network, self.now, self.machines.get(target)
+        """Send a request and its reply. Both may be lost or late, and the request may arrive twice."""
+        network, sent_at, machine = self.network, self.now, self.machines.get(target)
 
         def request_lost(_: object = None) -> None:
-            left = max(0.0, asked + timeout_s - self.now)
+            left = max(0.0, sent_at + timeout_s - self.now)
             source.run_later(left, partial(failed, PeerUnreachableError(f"{target} does not answer")))
 
         def request_arrives(*, first: bool) -> None:
@@ -234,7 +234,7 @@ class SimulatedWorld:
             delay = network.delay_s(target, source.name)
             if not first:
                 return
-            if delay is None or self.now + delay - asked > timeout_s:
+            if delay is None or self.now + delay - sent_at > timeout_s:
                 request_lost()
             else:
                 source.run_later(delay, work)
@@ -244,9 +244,8 @@ class SimulatedWorld:
             request_lost()
             return
         self.events.schedule(delay, partial(request_arrives, first=True))
-        if (
-            network.is_duplicated() and op != "offer_replica"
-        ):  # an offer opens a conversation, of which a connection has one
+        # A connection has one transfer at a time, so an offer that opens one does not arrive twice.
+        if network.is_duplicated() and op != "offer_replica":
             self.events.schedule(2 * delay + self.random.random(), partial(request_arrives, first=False))
 
     def damage_on_wire(self, chunk: bytes) -> bytes:
@@ -254,18 +253,18 @@ class SimulatedWorld:
             return bytes([chunk[0] ^ 1]) + chunk[1:] if chunk else chunk
         return chunk
 
-    def keys_of(self, looked: NodeInventory) -> frozenset[ShardKey]:
-        """What a node holds: thousands of nodes hear of it."""
-        known, keys = self._keys.get(id(looked), (None, frozenset[ShardKey]()))
-        if known is not looked:
-            keys = frozenset(fact.key for fact in looked.shards)
-            self._keys[id(looked)] = looked, keys
+    def keys_of(self, inventory: NodeInventory) -> frozenset[ShardKey]:
+        """Return the keys in an inventory, cached because thousands of nodes receive it."""
+        known, keys = self._keys.get(id(inventory), (None, frozenset[ShardKey]()))
+        if known is not inventory:
+            keys = frozenset(fact.key for fact in inventory.shards)
+            self._keys[id(inventory)] = inventory, keys
             while len(self._keys) > _KEYS_KEPT:
                 del self._keys[next(iter(self._keys))]
         return keys
 
     def agent_at(self, name: str) -> SimulatedAgent | None:
-        """The agent of a machine, unless it is away, or the machine itself is gone for good."""
+        """Return a machine's agent, or ``None`` if it is not running or the machine was replaced."""
         machine = self.machines.get(name)
         return machine.agent if machine is not None else None
 
@@ -275,7 +274,7 @@ class SimulatedWorld:
         return all(self.network.is_open(one, other) for one in names for other in names)
 
     def restart(self, names: Sequence[str]) -> SimulatedRestore | None:
-        """The job begins again on these machines, from what can be reached."""
+        """Restart the job on these machines, or return ``None`` if they cannot reach each other."""
         names = [name for name in names if self.machines[name].agent is not None]
         if not names or not self.reachable(names):
             return None

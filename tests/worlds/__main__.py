@@ -1,6 +1,7 @@
-"""``python -m tests.worlds --seed 7``: one schedule, told as it happens. ``--seeds A B``: many, until one fails.
+"""Command that runs random schedules of faults: ``python -m tests.worlds``.
 
-``--break NAME``: with a rule of production broken on purpose.
+``--seed 7`` runs one schedule and prints its events. ``--seeds A B`` runs many until one fails. ``--break RULE`` breaks
+a production rule on purpose.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ import argparse
 import sys
 import time
 
-from tests.worlds.broken_rules import SPOILT, break_rule
+from tests.worlds.broken_rules import BROKEN, break_rule
 from tests.worlds.schedules import find_violation, run, schedule_of, shrink_finding
 from tests.worlds.simulated_supervisor import Violation
 
@@ -18,7 +19,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.worlds")
     parser.add_argument("--seed", type=int)
     parser.add_argument("--seeds", type=int, nargs=2, metavar=("FIRST", "STOP"), default=(0, 1000))
-    parser.add_argument("--break", dest="rule", choices=sorted(SPOILT), metavar="RULE", help="see spoiling.py")
+    parser.add_argument("--break", dest="rule", choices=sorted(BROKEN), metavar="RULE", help="break a production rule")
     options = parser.parse_args()
     with break_rule(options.rule):
         if options.seed is not None:

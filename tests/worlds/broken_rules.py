@@ -1,6 +1,6 @@
-"""Rules of production, each broken on purpose, to see that the simulation finds out.
+"""Production rules, each broken on purpose to prove that the simulation detects it.
 
-``python -m tests.worlds --break 'grow at once'`` looks for the first schedule in which it shows.
+``python -m tests.worlds --break 'grow at once'`` prints the first schedule that fails.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from elastic.world.world_transition import WorldTransition
 
 @dataclass(frozen=True)
 class BrokenRule:
-    """What is put in the place of one decision, and which invariant is to notice."""
+    """A replacement for one decision, and the violation that must follow."""
 
     where: Any
     name: str
     instead: Any
     noticed: str
-    """Part of what the violation says."""
+    """Part of the violation's message."""
     kinds: tuple[str, ...] = ()
-    """What happens in the schedules that look for it, in this order; empty: anything."""
+    """Kinds of events in the schedules for this rule, in this order. Empty means any kinds."""
 
 
 def _stop_immediately(turn: WorldTransition, ready: list[NodeMember], missed: list[NodeMember]) -> None:
@@ -45,30 +45,30 @@ def _reversed(chosen: list[NodeMember], places: tuple[str, ...]) -> tuple[str, .
 
 _wait, _arranged = next_world._wait, world_transition.keep_node_ranks
 
-SPOILT = {
+BROKEN = {
     "allow any size": BrokenRule(
         ScalingPolicy,
         "largest_size_within",
         lambda policy, nodes: min(nodes, policy.max_replicas),
-        "no size the policy allows",
+        "not allowed by the policy",
     ),
     "grow at once": BrokenRule(
         WorldTransition, "growth_allowed_s", property(lambda turn: turn.now_s), "the world grows"
     ),
-    "wait for nobody": BrokenRule(next_world, "_wait", _resume_immediately, "nobody has waited for a replacement"),
-    "be impatient": BrokenRule(
-        next_world, "_is_past", lambda time_s, _: time_s is not None, "is sent away, and has had no"
+    "resume at once": BrokenRule(next_world, "_wait", _resume_immediately, "without waiting for a replacement"),
+    "time out at once": BrokenRule(
+        next_world, "_is_past", lambda time_s, _: time_s is not None, "is released before its timeout"
     ),
     "stop at once": BrokenRule(next_world, "_wait", _stop_immediately, "the job stops, although"),
     "count no restarts": BrokenRule(
-        WorldTransition, "count_restart", lambda *_: None, "does not come to rest", ("wait", "curse")
+        WorldTransition, "count_restart", lambda *_: None, "does not come to rest", ("wait", "break node")
     ),
-    "avoid nobody": BrokenRule(WorldTransition, "avoided", lambda _: frozenset(), "have ranks again"),
-    "turn round": BrokenRule(world_transition, "keep_node_ranks", _reversed, "change their order"),
-    "take as long as it takes": BrokenRule(
-        next_world, "_first_to_leave_s", lambda _: math.inf, "a pause goes on after"
+    "avoid no offenders": BrokenRule(WorldTransition, "avoided", lambda _: frozenset(), "have ranks again"),
+    "reverse the ranks": BrokenRule(world_transition, "keep_node_ranks", _reversed, "change their order"),
+    "ignore preemption deadlines": BrokenRule(
+        next_world, "_first_to_leave_s", lambda _: math.inf, "the pause ends after"
     ),
-    "never let go": BrokenRule(
+    "never release a node": BrokenRule(
         WorldTransition,
         "release_node",
         lambda turn, member, *_, **__: turn.update_member(member),
@@ -77,24 +77,24 @@ SPOILT = {
     "replace twice": BrokenRule(
         next_world, "_is_replaced", lambda *_: False, "restarts, although only", ("wait", *["kill rank"] * 3)
     ),
-    "never despair": BrokenRule(
-        WorldTransition, "fail_job", lambda *_: None, "the job goes on after", ("wait", *["final"] * 3)
+    "never fail the job": BrokenRule(
+        WorldTransition, "fail_job", lambda *_: None, "the job continues after", ("wait", *["final fault"] * 3)
     ),
-    "forget the dead": BrokenRule(WorldTransition, "remove_member", lambda *_: None, "dead or preempted"),
-    "tick never": BrokenRule(next_world, "_timers", lambda _: [], "nothing is left to happen"),
+    "keep dead members": BrokenRule(WorldTransition, "remove_member", lambda *_: None, "dead or preempted"),
+    "never tick": BrokenRule(next_world, "_timers", lambda _: [], "no event is pending"),
 }
 
 
 @contextlib.contextmanager
 def break_rule(name: str | None) -> Iterator[None]:
-    """While the block runs, this rule does not hold; ``None`` breaks none."""
+    """Break the named rule, or none for ``None``, while the block runs."""
     if name is None:
         yield
         return
-    rule = SPOILT[name]
-    kept = vars(rule.where)[rule.name]
+    rule = BROKEN[name]
+    original = vars(rule.where)[rule.name]
     setattr(rule.where, rule.name, rule.instead)
     try:
         yield
     finally:
-        setattr(rule.where, rule.name, kept)
+        setattr(rule.where, rule.name, original)

@@ -1,6 +1,6 @@
-"""A small cluster over a fake clock: machines that die, hang, come back and are taken; messages late, twice, unordered.
+"""A simulated cluster with failing machines and with messages that are late, reordered or duplicated.
 
-All that is decided, the same :func:`elastic.world.next_world.next_world` decides as in a coordinator.
+:func:`elastic.world.next_world.next_world` makes all decisions, as in a coordinator.
 """
 
 from __future__ import annotations
@@ -45,20 +45,20 @@ class SimulatedCluster:
         nodes: int,
         nproc: int,
         spares: int,
-        say: Callable[[str], None] | None,
+        log: Callable[[str], None] | None,
     ) -> None:
         self.rng = random.Random(seed)
         self.policy, self.nproc, self.spares = policy, nproc, spares
-        self.say_aloud = say
+        self._log = log
         self.now_s = 0.0
         self._queue: list[tuple[float, int, Callable[[], None]]] = []
         self._number = itertools.count()
         self.machines: dict[str, SimulatedSupervisor] = {}
-        self.cursed: set[str] = set()
-        self.standing: dict[int, set[tuple[str, int]]] = {}
+        self.broken: set[str] = set()
+        self.paused: dict[int, set[tuple[str, int]]] = {}
         self.formed: dict[int, FormWorld] = {}
         self.stops: set[int] = set()
-        self.coordinator = self.heard = 0
+        self.coordinator = self.decisions = 0
         self.tick_s: float | None = None
         self.calm = self.done = False
         self.world = initial_world(policy, nproc=nproc, now_s=0.0)
@@ -82,20 +82,20 @@ class SimulatedCluster:
         self.now_s = until_s
 
     def run_until_rest(self) -> None:
-        """Faults stop; until nothing is left to happen."""
+        """Stop the faults, and run until no event is pending."""
         self.calm = True
-        heard = self.heard
+        before = self.decisions
         while self._queue:
-            if self.heard > heard + _MOST_EVENTS:
+            if self.decisions > before + _MOST_EVENTS:
                 raise Violation(f"the cluster does not come to rest: {self.world.phase} in epoch {self.world.epoch}")
             self.now_s, _, what = heapq.heappop(self._queue)
             what()
 
     def log(self, what: object) -> None:
-        if self.say_aloud is not None:
-            self.say_aloud(f"{self.now_s:9.2f} {what}")
+        if self._log is not None:
+            self._log(f"{self.now_s:9.2f} {what}")
 
-    # -- how long things take -----------------------------------------------------------------------------------------
+    # -- delays -------------------------------------------------------------------------------------------------------
 
     def step_s(self) -> float:
         return self.rng.choice((0.1, 0.5) if self.calm else (0.1, 0.5, 0.5, 1.0, 2.0, 100.0))
@@ -119,22 +119,22 @@ class SimulatedCluster:
             self.run_after(delay_s + self.rng.choice(_AGAIN_S), lambda: self._receive(event, to))
 
     def _receive(self, event: WorldEvent, to: int) -> None:
-        """A node says to another coordinator again what it has said; one that is gone does not."""
-        speaker = self.machines.get(getattr(event, "node", ""))
-        lives = speaker is not None and speaker.up and speaker.life == getattr(event, "generation", -1)
-        if to == self.coordinator or lives or not hasattr(event, "generation"):
+        """Deliver an event. After a coordinator restart, only live nodes repeat their earlier events."""
+        sender = self.machines.get(getattr(event, "node", ""))
+        is_live = sender is not None and sender.up and sender.life == getattr(event, "generation", -1)
+        if to == self.coordinator or is_live or not hasattr(event, "generation"):
             self._deliver(event)
 
     def _deliver(self, event: WorldEvent) -> None:
         before = self.world
-        self.heard += 1
+        self.decisions += 1
         self.world, actions = next_world(before, event, self.policy, self.now_s)
-        if self.say_aloud is not None and not isinstance(event, Tick):
+        if self._log is not None and not isinstance(event, Tick):
             self.log(event)
         self._apply_desired(actions, lambda: self.judge.actions_decided(before, event, self.world, actions, self.now_s))
 
     def _apply_desired(self, actions: tuple[WorldAction, ...], judge: Callable[[], None]) -> None:
-        if self.say_aloud is not None:
+        if self._log is not None:
             for action in actions:
                 self.log(f"    {action}")
         judge()
@@ -154,7 +154,7 @@ class SimulatedCluster:
             self.run_after(self.rng.choice((1.0, 10.0, 100.0)), self.boot)
         if isinstance(action, FormWorld):
             self.formed[action.epoch] = action
-            self.standing.pop(action.epoch, None)
+            self.paused.pop(action.epoch, None)
         if isinstance(action, PauseWorld) and action.stop:
             self.stops.add(action.epoch)
         for machine in self._address(action):
@@ -177,7 +177,7 @@ class SimulatedCluster:
     # -- machines -----------------------------------------------------------------------------------------------------
 
     def boot(self, node: str | None = None) -> None:
-        """A machine that is new, or one that is back, in its next life."""
+        """Start a new machine, or a returning machine with its next generation."""
         if self.world.phase.is_over:
             return
         node = node or f"n{len(self.machines)}"
@@ -197,28 +197,28 @@ class SimulatedCluster:
         return NodeLost(machine.node, machine.life, "no heartbeat")
 
     def report_wrong_loss(self, machine: SimulatedSupervisor) -> None:
-        """Taken for dead, and alive: it learns of that some time, and begins a new life."""
+        """Report a live machine as lost. It restarts later with a new generation."""
         self.judge.event_happened()
         self.post(self._lost(machine))
-        self.run_after(self.rng.choice((4.0, 20.0)), lambda: self._restart_coordinator(machine))
+        self.run_after(self.rng.choice((4.0, 20.0)), lambda: self._restart_machine(machine))
 
-    def _restart_coordinator(self, machine: SimulatedSupervisor) -> None:
+    def _restart_machine(self, machine: SimulatedSupervisor) -> None:
         if machine.up and self.machines[machine.node] is machine:
             machine.die()
             self.boot(machine.node)
 
-    def hang(self, machine: SimulatedSupervisor, seat: SimulatedRank) -> None:
-        seat.state = RankState.HUNG
+    def hang(self, machine: SimulatedSupervisor, rank: SimulatedRank) -> None:
+        rank.state = RankState.HUNG
         self.judge.event_happened()
-        self._detect_loss(machine, seat)
+        self._detect_loss(machine, rank)
 
-    def _detect_loss(self, machine: SimulatedSupervisor, seat: SimulatedRank) -> None:
-        who = (machine.node, seat.number) if self.rng.random() < 0.6 else ("", -1)
-        hang = HangDetected(machine.epoch, "no step for 10 s", *who)
+    def _detect_loss(self, machine: SimulatedSupervisor, rank: SimulatedRank) -> None:
+        culprit = (machine.node, rank.number) if self.rng.random() < 0.6 else ("", -1)
+        hang = HangDetected(machine.epoch, "no step for 10 s", *culprit)
         self.run_after(10.0, lambda: self.post(hang))
 
     def preempt(self, nodes: tuple[str, ...], seconds: float) -> None:
-        """Asked back; when the time is up, they are taken."""
+        """Preempt nodes, and kill them at the deadline."""
         deadline_s = self.now_s + seconds
         self.judge.event_happened()
         self.post(NodesPreempted(nodes, deadline_s, "a job of a higher priority"))
@@ -235,7 +235,7 @@ class SimulatedCluster:
             self.run_after(30.0, lambda: self.boot(machine.node))
 
     def restart_coordinator(self) -> None:
-        """The coordinator is gone, and with it what it knew and had not said; another one takes its place."""
+        """Replace the coordinator, with its undelivered actions lost."""
         if self.world.phase.is_over:
             return
         self.coordinator += 1
@@ -243,27 +243,27 @@ class SimulatedCluster:
         self.judge.event_happened(1 + len(self.machines))
         self.judge.coordinator_restarted(reports)
         self.world, actions = rebuild_world(reports, self.policy, nproc=self.nproc, now_s=self.now_s)
-        self.log("    another coordinator")
+        self.log("    the coordinator restarts")
         self._apply_desired(actions, lambda: self.judge.rebuilt(self.world, actions, self.now_s))
         for machine in self.machines.values():
-            for seat in machine.seats if machine.up else ():
-                if seat.state is RankState.HUNG:  # nobody gets on, as another coordinator will see, too
-                    self._detect_loss(machine, seat)
+            for rank in machine.ranks if machine.up else ():
+                if rank.state is RankState.HUNG:  # the new coordinator detects the hang again
+                    self._detect_loss(machine, rank)
 
     def all_finish(self) -> None:
-        """There is nothing left to train, for whoever is in a world."""
+        """Finish the training of all nodes in a world."""
         self.done = True
         for machine in self.machines.values():
             if machine.up:
                 machine.finish()
 
-    # -- steps that all agree on --------------------------------------------------------------------------------------
+    # -- pausing at a step --------------------------------------------------------------------------------------------
 
-    def stand(self, machine: SimulatedSupervisor, seat: SimulatedRank) -> None:
+    def pause_rank(self, machine: SimulatedSupervisor, rank: SimulatedRank) -> None:
         epoch = machine.epoch
-        standing = self.standing.setdefault(epoch, set())
-        standing.add((machine.node, seat.number))
-        if len(standing) == len(self.formed[epoch].nodes) * self.nproc:
+        paused = self.paused.setdefault(epoch, set())
+        paused.add((machine.node, rank.number))
+        if len(paused) == len(self.formed[epoch].nodes) * self.nproc:
             for node in self.formed[epoch].nodes:
                 self.run_after(self.leaving_s(), lambda one=self.machines[node]: self._seal(one, epoch))
 
@@ -285,9 +285,12 @@ class SimulatedCluster:
             self.judge.check_no_world_needed(world)
             return
         if world.phase is not WorldPhase.RUNNING:
-            raise Violation(f"nothing is left to happen, and the job is {world.phase.value}: {world.reason}")
+            raise Violation(f"no event is pending, but the job is {world.phase.value}: {world.reason}")
         for node in world.ranked_nodes:
-            states = [seat.state for seat in self.machines[node].seats]
+            states = [rank.state for rank in self.machines[node].ranks]
             if states != [RankState.TRAINING] * self.nproc or self.machines[node].epoch != world.epoch:
-                raise Violation(f"{node} is in epoch {world.epoch}, its ranks are {[state.value for state in states]}")
+                raise Violation(
+                    f"{node} should train in epoch {world.epoch}, but is in epoch {self.machines[node].epoch} with "
+                    f"ranks {[state.value for state in states]}"
+                )
         self.judge.check_at_rest(world, self.now_s)

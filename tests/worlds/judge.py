@@ -1,4 +1,4 @@
-"""What must hold whatever happens to the cluster, looked at after every decision, with a judge's own book-keeping."""
+"""Invariants of the coordinator's decisions, checked after every decision with independent records."""
 
 from __future__ import annotations
 
@@ -42,29 +42,29 @@ class Judge:
         self.joined_s: dict[str, float] = {}
         self.respawned_s: dict[tuple[str, int], float] = {}
         self.gone: dict[str, int] = {}
-        self.asked: dict[str, int] = {}
-        """Life of the nodes that were preempted."""
-        self.told: set[tuple[str, int, float]] = set()
-        """The same, with the deadlines."""
-        self.asked_since: set[str] = set()
-        self.wished = False
-        """Somebody asked for a size since the world began, and does not want to wait for more nodes than there are."""
-        """Nodes preempted since the newest world began."""
+        self.preempted: dict[str, int] = {}
+        """Generations of the preempted nodes."""
+        self.preemptions: set[tuple[str, int, float]] = set()
+        """Node, generation and deadline of every preemption."""
+        self.preempted_from_world: set[str] = set()
+        """Nodes of the newest world that were preempted since it formed."""
+        self.resize_requested = False
+        """Whether a resize was requested since the newest world formed, which allows it to grow at once."""
         self.places: tuple[str, ...] = ()
-        self.stop_asked = False
-        self.hopeless = False
-        """A rank has said that another attempt would end the same way."""
+        self.stop_requested = False
+        self.failed_for_good = False
+        """Whether a rank of the newest world has reported a final fault."""
         self.epoch = -1
         self.formed = 0
         self.causes = self.faults = 0
-        """What was done to the cluster that a new world may follow from, and what of that was a fault."""
+        """Number of events that can cause a new world, and how many of them were faults."""
         self.running = self.pausing = self.stopping = self.faulted = False
         self.broke_s = self.formed_s = self.until_s = 0.0
         self.shrunk_s: float | None = None
         self.restarts_s: deque[float] = deque()
         self.restarts = 0
         self.losses: Counter[tuple[str, int]] = Counter()
-        self._looked = 0
+        self._decisions = 0
 
     def at_most(self, nodes: int, world: WorldState) -> int:
         most = nodes if world.max_nodes is None else min(nodes, world.max_nodes)
@@ -74,22 +74,22 @@ class Judge:
         self.causes += count
         self.faults += count * fault
 
-    # -- what was said ------------------------------------------------------------------------------------------------
+    # -- events -------------------------------------------------------------------------------------------------------
 
     def actions_decided(
         self, before: WorldState, event: WorldEvent, world: WorldState, actions: tuple[WorldAction, ...], now_s: float
     ) -> None:
-        self._looked += 1
-        if self._looked % 16 == 0 and next_world(before, event, self.policy, now_s) != (world, actions):
-            raise Violation("the same event in the same world is decided on in two ways")
+        self._decisions += 1
+        if self._decisions % 16 == 0 and next_world(before, event, self.policy, now_s) != (world, actions):
+            raise Violation("the same event in the same world leads to different decisions")
         self._apply_event(event, now_s)
         if self._is_final(event, before):
-            self.hopeless = True
+            self.failed_for_good = True
             if not world.phase.is_over:
-                raise Violation(f"the job goes on after {event}")
+                raise Violation(f"the job continues after {event}")
         self._restarted(before.restarts, world.restarts, now_s)
         if len(world.node_faults) > len(before.node_faults):
-            self.event_happened(fault=False)  # and will be forgiven
+            self.event_happened(fault=False)  # the node may rejoin a world when its fault expires
         self._follow(before, world, actions, now_s)
         if world.restarts > self.faults:
             raise Violation(f"{world.restarts} restarts, although only {self.faults} faults have happened")
@@ -101,13 +101,13 @@ class Judge:
         self._follow(world, world, actions, now_s)
 
     def coordinator_restarted(self, reports: Iterable[RejoinReport]) -> None:
-        """A coordinator that has forgotten all: what it cannot know is not held against it."""
+        """Forget everything that a restarted coordinator cannot learn from the nodes' reports."""
         reports = list(reports)
         self.alive = {report.node: report.generation for report in reports}
-        self.asked, self.gone, self.shrunk_s = {}, {}, None
+        self.preempted, self.gone, self.shrunk_s = {}, {}, None
         self.epoch = max((report.epoch for report in reports), default=-1)
         self.running, self.pausing, self.faulted = self.epoch >= 0, False, False
-        self.told.clear()
+        self.preemptions.clear()
         self.restarts_s.clear()
         self.losses.update((report.node, report.generation) for report in reports if report.lost_ranks)
 
@@ -119,28 +119,31 @@ class Judge:
             if event.generation > max(self.gone.get(event.node, -1), self.alive.get(event.node, -1)):
                 self.alive[event.node] = event.generation
                 self.joined_s[event.node] = now_s
-                self.asked.pop(event.node, None)
+                self.preempted.pop(event.node, None)
         elif isinstance(event, (NodeLost, NodeLeft)):
             self._remove_node(event.node, event.generation)
         elif isinstance(event, ResizeRequested):
-            self.wished = True
+            self.resize_requested = True
         elif isinstance(event, NodesPreempted):
             for node in event.nodes:
                 if node in self.alive and event.deadline_s >= self.joined_s[node]:
-                    life = self.asked[node] = self.alive[node]
-                    if any(told[0] == node and told[1] != life and told[2] == event.deadline_s for told in self.told):
-                        self.event_happened(fault=False)  # said again, and heard of another life
-                    self.told.add((node, life, event.deadline_s))
+                    life = self.preempted[node] = self.alive[node]
+                    if any(
+                        known == node and known_life != life and deadline_s == event.deadline_s
+                        for known, known_life, deadline_s in self.preemptions
+                    ):
+                        self.event_happened(fault=False)  # a repeated message preempts the next generation, too
+                    self.preemptions.add((node, life, event.deadline_s))
                     if node in self.places:
-                        self.asked_since.add(node)
+                        self.preempted_from_world.add(node)
         elif isinstance(event, RankLost):
             self.losses[event.node, event.generation] += 1
         elif isinstance(event, JobStopRequested):
-            self.stop_asked = True
+            self.stop_requested = True
 
     @staticmethod
     def _is_final(event: WorldEvent, world: WorldState) -> bool:
-        """A fault that no other attempt mends, of a rank of the newest world, also where that is broken by now."""
+        """Return whether a rank of the newest world reports a fault that a restart cannot fix."""
         if not isinstance(event, RankFault) or not event.final or world.phase.is_over or event.epoch != world.epoch:
             return False
         member = world.members.get(event.node)
@@ -161,9 +164,9 @@ class Judge:
             self.restarts_s.popleft()
         each, full = policy.num_restart_before_full_job_restart, policy.max_full_job_restarts
         if each is not None and full is not None and len(self.restarts_s) > (each + 1) * (full + 1):
-            raise Violation(f"{len(self.restarts_s)} restarts in a period, and no end")
+            raise Violation(f"the job continues after {len(self.restarts_s)} restarts in one evaluation period")
 
-    # -- what is done -------------------------------------------------------------------------------------------------
+    # -- actions ------------------------------------------------------------------------------------------------------
 
     def _follow(self, before: WorldState, world: WorldState, actions: tuple[WorldAction, ...], now_s: float) -> None:
         for action in actions:
@@ -188,23 +191,23 @@ class Judge:
         if action.reason == "it was left behind" and action.epoch < self.epoch:
             return
         if not self.running or action.epoch != self.epoch:
-            raise Violation(f"epoch {action.epoch} is broken, and it does not run")
+            raise Violation(f"epoch {action.epoch} is broken, but it does not run")
         if self.pausing and now_s >= self.until_s:
-            self.event_happened()  # somebody is slow
+            self.event_happened()  # a slow rank let the pause time out
         self.running = self.pausing = False
         self.broke_s, self.faulted = now_s, counted
 
     def _paused(self, action: PauseWorld, before: WorldState, now_s: float) -> None:
         if not self.running or action.epoch != self.epoch:
-            raise Violation(f"epoch {action.epoch} is to pause, and it does not run")
+            raise Violation(f"epoch {action.epoch} is paused, but it does not run")
         if action.deadline_s < now_s:
-            raise Violation("a pause is to end before it begins")
-        for node, life, deadline_s in self.told:
+            raise Violation("the deadline of a pause has already passed")
+        for node, life, deadline_s in self.preemptions:
             if node in self.places and self.alive.get(node) == life and action.deadline_s > deadline_s:
-                raise Violation(f"a pause goes on after {node} has been taken")
+                raise Violation(f"the pause ends after the preemption deadline of {node}")
         self.pausing, self.until_s = True, action.deadline_s
-        if action.stop and not self.stop_asked and not self.stopping:
-            self._has_enough_nodes(
+        if action.stop and not self.stop_requested and not self.stopping:
+            self._check_too_few_nodes(
                 "pauses to stop",
                 [node for node in self._present_nodes() if self._could_form_world(before, node)],
                 before,
@@ -217,21 +220,21 @@ class Judge:
         return member is not None and (member.has_ranks or member.ready)
 
     def _present_nodes(self) -> list[str]:
-        return [node for node, life in self.alive.items() if self.asked.get(node) != life]
+        return [node for node, life in self.alive.items() if self.preempted.get(node) != life]
 
-    def _has_enough_nodes(self, what: str, nodes: list[str], world: WorldState) -> None:
+    def _check_too_few_nodes(self, action: str, nodes: list[str], world: WorldState) -> None:
         size = self.at_most(len(nodes), world)
         if size:
-            raise Violation(f"the job {what}, although {nodes} are there and {size} are enough")
+            raise Violation(f"the job {action}, although {nodes} are available and {size} are enough")
 
     def _check_formed(self, form: FormWorld, before: WorldState, world: WorldState, now_s: float) -> None:
         nodes = form.nodes
         if form.epoch != self.epoch + 1:
             raise Violation(f"epoch {form.epoch} follows {self.epoch}")
         if self.running and not self.pausing:
-            raise Violation(f"epoch {form.epoch} begins, and {self.epoch} runs")
+            raise Violation(f"epoch {form.epoch} begins while epoch {self.epoch} runs")
         if self.at_most(len(nodes), world) != len(nodes):
-            raise Violation(f"{len(nodes)} nodes are no size the policy allows")
+            raise Violation(f"a world of {len(nodes)} nodes is not allowed by the policy")
         if len(set(nodes)) < len(nodes):
             raise Violation(f"a node has two places in {nodes}")
         if not set(nodes) <= set(self._present_nodes()):
@@ -243,19 +246,19 @@ class Judge:
         self._offenders(form, world, now_s)
         self.epoch, self.formed, self.formed_s = form.epoch, self.formed + 1, now_s
         if self.formed > self.causes:
-            raise Violation(f"{self.formed} worlds, although only {self.causes} things have happened")
+            raise Violation(f"{self.formed} worlds, although only {self.causes} events have happened")
         self.running, self.pausing, self.faulted = True, False, False
-        self.asked_since.clear()
-        self.wished = False
+        self.preempted_from_world.clear()
+        self.resize_requested = False
         self.places = nodes
 
     def _check_size(self, form: FormWorld, world: WorldState, old: int, now_s: float) -> None:
         policy, size = self.policy, len(form.nodes)
-        kept = self.at_most(old - len(self.asked_since), world)
-        if self.faulted and size < kept and now_s < self.broke_s + policy.faulty_scale_down_timeout_s:
-            raise Violation(f"the world shrinks from {old} to {size} nodes, and nobody has waited for a replacement")
+        expected = self.at_most(old - len(self.preempted_from_world), world)
+        if self.faulted and size < expected and now_s < self.broke_s + policy.faulty_scale_down_timeout_s:
+            raise Violation(f"the world shrinks from {old} to {size} nodes without waiting for a replacement")
         if form.kind is FormationKind.GROW:
-            if not self.wished and now_s < self.formed_s + policy.scaling_timeout_s:
+            if not self.resize_requested and now_s < self.formed_s + policy.scaling_timeout_s:
                 raise Violation(f"the world grows {now_s - self.formed_s:g} s after it began")
             if self.shrunk_s is not None and now_s < self.shrunk_s + policy.scale_up_snooze_s:
                 raise Violation(f"the world grows {now_s - self.shrunk_s:g} s after a fault made it smaller")
@@ -279,38 +282,38 @@ class Judge:
             raise Violation(f"{sorted(avoid.intersection(form.nodes))} have ranks again, and {others} have none")
 
     def _check_released(self, action: ReleaseNode, now_s: float) -> None:
-        if self.asked.get(action.node) == action.generation or self.losses[action.node, action.generation] >= 3:
+        if self.preempted.get(action.node) == action.generation or self.losses[action.node, action.generation] >= 3:
             return
         policy = self.policy
         patience_s, since_s = 0.99 * policy.restart_timeout_s, self.respawned_s.get((action.node, action.generation))
         if since_s is None and action.node in self.alive:
             since_s = self.joined_s[action.node] + policy.leave_hang_s
         if since_s is not None and now_s < since_s + patience_s:
-            raise Violation(f"{action.node} is sent away, and has had no time")
+            raise Violation(f"{action.node} is released before its timeout")
 
     def _check_stopped(self, before: WorldState, now_s: float) -> None:
-        if self.stop_asked or self.stopping:
+        if self.stop_requested or self.stopping:
             return
-        self._has_enough_nodes("stops", self._present_nodes(), before)
+        self._check_too_few_nodes("stops", self._present_nodes(), before)
         if self.faulted and now_s < self.broke_s + self.policy.faulty_scale_down_timeout_s:
-            raise Violation("the job stops, and nobody has waited for a replacement")
+            raise Violation("the job stops without waiting for a replacement")
 
     def _job_failed(self, action: FailJob) -> None:
         each, full = self.policy.num_restart_before_full_job_restart, self.policy.max_full_job_restarts
         most = self.policy.job_max_retry_count
         limits = [(each + 1) * (full + 1)] if each is not None and full is not None else []
         limits += [most + 1] if most is not None else []
-        if self.hopeless:
+        if self.failed_for_good:
             return
         if "startup_timeout_s" not in action.attempts and self.restarts < min(limits, default=1 << 30):
             raise Violation(f"the job fails after {self.restarts} restarts: {action.reason}")
 
-    # -- what is seen from outside ------------------------------------------------------------------------------------
+    # -- states -------------------------------------------------------------------------------------------------------
 
     def node_preempted(self, node: str, life: int, deadline_s: float, world: WorldState) -> None:
         member = world.members.get(node)
         if (
-            (node, life, deadline_s) in self.told
+            (node, life, deadline_s) in self.preemptions
             and member is not None
             and member.generation == life
             and not world.phase.is_over
@@ -322,9 +325,11 @@ class Judge:
         good = [node for node in self._present_nodes() if node not in avoid]
         size = self.at_most(len(good), world)
         if world.size < size:
-            raise Violation(f"the job rests with {world.size} nodes, and {good} are there")
+            raise Violation(f"the job rests with {world.size} nodes, although {good} are available")
         if avoid.intersection(world.ranked_nodes) and set(good) - set(world.ranked_nodes):
-            raise Violation(f"{avoid} are to be avoided, and {set(good) - set(world.ranked_nodes)} have no ranks")
+            raise Violation(
+                f"{avoid} have ranks despite their faults, and {set(good) - set(world.ranked_nodes)} have none"
+            )
 
     def check_no_world_needed(self, world: WorldState) -> None:
-        self._has_enough_nodes("never begins", self._present_nodes(), world)
+        self._check_too_few_nodes("never begins", self._present_nodes(), world)

@@ -1,4 +1,4 @@
-"""A world that is told what happens, one thing after the other: for tests that read like a story."""
+"""A driver for tests that send events to a world one after the other."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class ReconcilerDriver:
     def __init__(
         self, policy: ScalingPolicy, nodes: str = "", *, nproc: int = 2, spares: int = 0, requested_step=None
     ) -> None:
-        """``nodes`` ("abc": three of them) are in the first world."""
+        """Form the first world from ``nodes``, one letter each: "abc" means three nodes."""
         self.policy, self.now_s = policy, 0.0
         self.world = initial_world(policy, nproc=nproc, now_s=0.0, requested_step=requested_step)
         self.actions: tuple[WorldAction, ...] = ()
@@ -30,11 +30,11 @@ class ReconcilerDriver:
         return self.actions
 
     def rank_ready(self, *nodes: str, births: int | None = None, spares: int = 0, life: int | None = None) -> None:
-        """All ranks of these nodes wait for a place, whoever was to be replaced has been."""
+        """Report all ranks of these nodes as ready, with all pending replacements done."""
         for node in nodes:
             member = self.world.members[node]
-            come = member.spawn_count + len(member.pending_replacements) if births is None else births
-            self.send_event(NodeReady(node, life or member.generation, come, self.world.epoch, spares))
+            spawned = member.spawn_count + len(member.pending_replacements) if births is None else births
+            self.send_event(NodeReady(node, life or member.generation, spawned, self.world.epoch, spares))
 
     def step_sealed(self, *nodes: str) -> None:
         for node in nodes:
@@ -45,11 +45,11 @@ class ReconcilerDriver:
         self.rank_ready(node)
 
     def tick(self) -> tuple[WorldAction, ...]:
-        """Nothing happens until the world wants a tick."""
+        """Advance the time to the world's next tick, and send it."""
         assert self.world.next_tick_s is not None
         return self.send_event(Tick(), at_s=self.world.next_tick_s)
 
     def action_of(self, kind: type[A]) -> A:
-        """The one action of this kind among those of the last event."""
+        """Return the only action of this kind that followed from the last event."""
         (action,) = (action for action in self.actions if isinstance(action, kind))
         return action

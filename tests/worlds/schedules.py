@@ -1,7 +1,4 @@
-"""Random schedules: a policy, a small cluster, and what happens to it, from one seed.
-
-Dropping any of the happenings leaves a schedule.
-"""
+"""Random schedules of events in a small cluster, derived from a seed. Any event can be dropped."""
 
 from __future__ import annotations
 
@@ -20,7 +17,7 @@ _GAPS_S = (0.0, 0.0, 0.02, 0.5, 0.5, 2.0, 5.0, 5.0, 20.0, 60.0, 200.0)
 @dataclass(frozen=True)
 class ScheduledEvent:
     gap_s: float
-    """Time that passes before it."""
+    """Seconds before the event."""
     kind: str
     one: int = 0
     other: int = 0
@@ -36,20 +33,20 @@ class Schedule:
     nodes: int
     nproc: int
     spares: int
-    happenings: tuple[ScheduledEvent, ...]
+    events: tuple[ScheduledEvent, ...]
 
 
 @dataclass
 class Finding:
-    """A schedule that breaks a rule."""
+    """A schedule that breaks an invariant."""
 
     schedule: Schedule
     violation: Violation
 
     def __str__(self) -> str:
-        happenings = "\n".join(f"  {happening}" for happening in self.schedule.happenings)
+        events = "\n".join(f"  {event}" for event in self.schedule.events)
         shape = f"{self.schedule.nodes} nodes of {self.schedule.nproc} + {self.schedule.spares}"
-        return f"seed {self.schedule.seed}, {shape}, {self.schedule.policy}: {self.violation}\n{happenings}"
+        return f"seed {self.schedule.seed}, {shape}, {self.schedule.policy}: {self.violation}\n{events}"
 
 
 def policy_of(rng: random.Random) -> ScalingPolicy:
@@ -79,28 +76,28 @@ def policy_of(rng: random.Random) -> ScalingPolicy:
 
 
 def schedule_of(seed: int, kinds: Sequence[str] = ()) -> Schedule:
-    """What happens to the cluster of this seed: anything, or these kinds of things in this order."""
+    """Derive a schedule from a seed, with random events or with these kinds of events in this order."""
     rng = random.Random(seed)
     policy = policy_of(rng)
     nodes = max(1, policy.max_replicas + rng.choice((-2, -1, 0, 0, 1, 2)))
     weights = [weight for weight, _ in KINDS.values()]
     drawn = kinds or rng.choices(list(KINDS), weights, k=rng.randint(3, 12))
-    happenings = [ScheduledEvent(30.0, "wait")] if rng.random() < 0.8 else []
-    happenings += [
+    events = [ScheduledEvent(30.0, "wait")] if rng.random() < 0.8 else []
+    events += [
         ScheduledEvent(rng.choice(_GAPS_S), kind, rng.randrange(1 << 16), rng.randrange(1 << 16)) for kind in drawn
     ]
-    return Schedule(seed, policy, nodes, rng.choice((1, 2, 2)), rng.choice((0, 0, 1)), tuple(happenings))
+    return Schedule(seed, policy, nodes, rng.choice((1, 2, 2)), rng.choice((0, 0, 1)), tuple(events))
 
 
-def run(schedule: Schedule, say: Callable[[str], None] | None = None) -> SimulatedCluster:
-    """Play it, and see whether the cluster comes to rest as it should. Raises :class:`Violation`."""
+def run(schedule: Schedule, log: Callable[[str], None] | None = None) -> SimulatedCluster:
+    """Run a schedule and check that the cluster comes to rest afterwards. Raises :class:`Violation`."""
     cluster = SimulatedCluster(
-        schedule.seed, schedule.policy, nodes=schedule.nodes, nproc=schedule.nproc, spares=schedule.spares, say=say
+        schedule.seed, schedule.policy, nodes=schedule.nodes, nproc=schedule.nproc, spares=schedule.spares, log=log
     )
-    for happening in schedule.happenings:
-        cluster.run(happening.gap_s)
-        cluster.log(f"== {happening}")
-        KINDS[happening.kind][1](cluster, happening)
+    for event in schedule.events:
+        cluster.run(event.gap_s)
+        cluster.log(f"== {event}")
+        KINDS[event.kind][1](cluster, event)
     cluster.finish()
     return cluster
 
@@ -110,17 +107,17 @@ def find_violation(schedule: Schedule) -> Finding | None:
         run(schedule)
     except Violation as violation:
         return Finding(schedule, violation)
-    except Exception as error:  # whatever it is, it is told with its seed
+    except Exception as error:  # report every error with its seed
         return Finding(schedule, Violation(f"{type(error).__name__}: {error}"))
     return None
 
 
 def shrink_finding(finding: Finding) -> Finding:
-    """The same kind of failure with as few happenings as dropping one after the other leaves."""
+    """Drop events one after the other as long as the schedule still fails."""
     number = 0
-    while number < len(finding.schedule.happenings):
+    while number < len(finding.schedule.events):
         schedule = finding.schedule
-        kept = schedule.happenings[:number] + schedule.happenings[number + 1 :]
+        kept = schedule.events[:number] + schedule.events[number + 1 :]
         fewer = Schedule(schedule.seed, schedule.policy, schedule.nodes, schedule.nproc, schedule.spares, kept)
         found = find_violation(fewer)
         if found is None:
@@ -130,104 +127,104 @@ def shrink_finding(finding: Finding) -> Finding:
     return finding
 
 
-# -- what can happen --------------------------------------------------------------------------------------------------
+# -- kinds of events --------------------------------------------------------------------------------------------------
 
 
-def _node_of(cluster: SimulatedCluster, happening: ScheduledEvent, *, up: bool = True) -> SimulatedSupervisor | None:
+def _node_of(cluster: SimulatedCluster, event: ScheduledEvent, *, up: bool = True) -> SimulatedSupervisor | None:
     machines = [machine for machine in cluster.machines.values() if machine.up is up]
-    return machines[happening.one % len(machines)] if machines else None
+    return machines[event.one % len(machines)] if machines else None
 
 
-def _kill_node(cluster: SimulatedCluster, happening: ScheduledEvent) -> None:
-    machine = _node_of(cluster, happening)
+def _kill_node(cluster: SimulatedCluster, event: ScheduledEvent) -> None:
+    machine = _node_of(cluster, event)
     if machine is not None:
         cluster.kill(machine)
-        if happening.other % 2:
-            cluster.run_after(1.0 + happening.other % 40, lambda: cluster.boot(machine.node))
+        if event.other % 2:
+            cluster.run_after(1.0 + event.other % 40, lambda: cluster.boot(machine.node))
 
 
-def _kill_rank(cluster: SimulatedCluster, happening: ScheduledEvent) -> None:
-    machine = _node_of(cluster, happening)
+def _kill_rank(cluster: SimulatedCluster, event: ScheduledEvent) -> None:
+    machine = _node_of(cluster, event)
     if machine is not None:
         cluster.judge.event_happened()
-        machine.lose_rank(machine.seats[happening.other % cluster.nproc])
+        machine.lose_rank(machine.ranks[event.other % cluster.nproc])
 
 
-def _hang(cluster: SimulatedCluster, happening: ScheduledEvent) -> None:
-    machine = _node_of(cluster, happening)
+def _hang(cluster: SimulatedCluster, event: ScheduledEvent) -> None:
+    machine = _node_of(cluster, event)
     if machine is not None:
-        seat = machine.seats[happening.other % cluster.nproc]
-        if seat.state is RankState.TRAINING:
-            cluster.hang(machine, seat)
+        rank = machine.ranks[event.other % cluster.nproc]
+        if rank.state is RankState.TRAINING:
+            cluster.hang(machine, rank)
 
 
-def _fault(cluster: SimulatedCluster, happening: ScheduledEvent) -> None:
-    machine = _node_of(cluster, happening)
-    if machine is not None:
-        cluster.judge.event_happened()
-        machine.report_fault(machine.seats[happening.other % cluster.nproc])
-
-
-def _final_fault(cluster: SimulatedCluster, happening: ScheduledEvent) -> None:
-    """A rank whose loss is never finite."""
-    machine = _node_of(cluster, happening)
+def _fault(cluster: SimulatedCluster, event: ScheduledEvent) -> None:
+    machine = _node_of(cluster, event)
     if machine is not None:
         cluster.judge.event_happened()
-        machine.report_fault(machine.seats[happening.other % cluster.nproc], final=True)
+        machine.report_fault(machine.ranks[event.other % cluster.nproc])
 
 
-def _wrong_loss(cluster: SimulatedCluster, happening: ScheduledEvent) -> None:
-    machine = _node_of(cluster, happening)
+def _final_fault(cluster: SimulatedCluster, event: ScheduledEvent) -> None:
+    """Report a rank's fault that a restart cannot fix."""
+    machine = _node_of(cluster, event)
+    if machine is not None:
+        cluster.judge.event_happened()
+        machine.report_fault(machine.ranks[event.other % cluster.nproc], final=True)
+
+
+def _wrong_loss(cluster: SimulatedCluster, event: ScheduledEvent) -> None:
+    machine = _node_of(cluster, event)
     if machine is not None:
         cluster.report_wrong_loss(machine)
 
 
-def _preempt(cluster: SimulatedCluster, happening: ScheduledEvent) -> None:
+def _preempt(cluster: SimulatedCluster, event: ScheduledEvent) -> None:
     machines = [machine.node for machine in cluster.machines.values() if machine.up]
     if machines:
-        first = happening.one % len(machines)
-        count = 1 + happening.other % 2
-        cluster.preempt(tuple(machines[first : first + count]), (0.5, 5.0, 40.0, 150.0)[happening.other // 2 % 4])
+        first = event.one % len(machines)
+        count = 1 + event.other % 2
+        cluster.preempt(tuple(machines[first : first + count]), (0.5, 5.0, 40.0, 150.0)[event.other // 2 % 4])
 
 
-def _join(cluster: SimulatedCluster, happening: ScheduledEvent) -> None:
+def _join(cluster: SimulatedCluster, event: ScheduledEvent) -> None:
     if len(cluster.machines) < 9:
         cluster.boot()
 
 
-def _return(cluster: SimulatedCluster, happening: ScheduledEvent) -> None:
-    machine = _node_of(cluster, happening, up=False)
+def _return(cluster: SimulatedCluster, event: ScheduledEvent) -> None:
+    machine = _node_of(cluster, event, up=False)
     if machine is not None:
         cluster.boot(machine.node)
 
 
-def _resize(cluster: SimulatedCluster, happening: ScheduledEvent) -> None:
+def _resize(cluster: SimulatedCluster, event: ScheduledEvent) -> None:
     cluster.judge.event_happened(fault=False)
-    cluster.post(ResizeRequested((None, 1, 2, 3, 4)[happening.one % 5]))
+    cluster.post(ResizeRequested((None, 1, 2, 3, 4)[event.one % 5]))
 
 
-def _stop(cluster: SimulatedCluster, happening: ScheduledEvent) -> None:
-    cluster.post(JobStopRequested("a person", cluster.now_s + 20.0 if happening.one % 2 else None))
+def _stop(cluster: SimulatedCluster, event: ScheduledEvent) -> None:
+    cluster.post(JobStopRequested("a person", cluster.now_s + 20.0 if event.one % 2 else None))
 
 
-def _restart_coordinator(cluster: SimulatedCluster, happening: ScheduledEvent) -> None:
+def _restart_coordinator(cluster: SimulatedCluster, event: ScheduledEvent) -> None:
     cluster.restart_coordinator()
 
 
-def _break_node(cluster: SimulatedCluster, happening: ScheduledEvent) -> None:
-    """From now on, no process that this machine starts gets anywhere."""
-    machine = _node_of(cluster, happening)
-    if machine is not None and not cluster.cursed:
-        cluster.cursed.add(machine.node)
+def _break_node(cluster: SimulatedCluster, event: ScheduledEvent) -> None:
+    """Make every process fail that one machine starts from now on."""
+    machine = _node_of(cluster, event)
+    if machine is not None and not cluster.broken:
+        cluster.broken.add(machine.node)
         cluster.judge.event_happened()
-        machine.lose_rank(machine.seats[0])
+        machine.lose_rank(machine.ranks[0])
 
 
-def _finish(cluster: SimulatedCluster, happening: ScheduledEvent) -> None:
+def _finish(cluster: SimulatedCluster, event: ScheduledEvent) -> None:
     cluster.all_finish()
 
 
-def _wait(cluster: SimulatedCluster, happening: ScheduledEvent) -> None:
+def _wait(cluster: SimulatedCluster, event: ScheduledEvent) -> None:
     pass
 
 
@@ -236,15 +233,15 @@ KINDS: dict[str, tuple[int, Callable[[SimulatedCluster, ScheduledEvent], None]]]
     "kill rank": (5, _kill_rank),
     "hang": (3, _hang),
     "fault": (3, _fault),
-    "final": (0.3, _final_fault),
-    "mistake": (2, _wrong_loss),
-    "take": (4, _preempt),
+    "final fault": (0.3, _final_fault),
+    "wrong loss": (2, _wrong_loss),
+    "preempt": (4, _preempt),
     "join": (3, _join),
     "return": (3, _return),
     "resize": (1, _resize),
     "stop": (0.2, _stop),
-    "forget": (1, _restart_coordinator),
-    "curse": (0.5, _break_node),
+    "restart coordinator": (1, _restart_coordinator),
+    "break node": (0.5, _break_node),
     "finish": (0.3, _finish),
     "wait": (2, _wait),
 }

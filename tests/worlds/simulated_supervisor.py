@@ -1,4 +1,4 @@
-"""A node of the simulated cluster: a supervisor that does what it is told, and its ranks, as states."""
+"""A node of the simulated cluster: a supervisor that executes actions, and the states of its ranks."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class Violation(Exception):
-    """Something happened that must not, whatever was done to the cluster."""
+    """A broken invariant."""
 
 
 class RankState(enum.Enum):
@@ -49,7 +49,7 @@ class SimulatedRank:
     number: int
     state: RankState = RankState.WARMING
     process: int = 0
-    """Which process sits there: what was to happen to an earlier one does not happen."""
+    """Number of the rank's current process. Events scheduled for an earlier process are dropped."""
 
 
 class SimulatedSupervisor:
@@ -57,41 +57,41 @@ class SimulatedSupervisor:
         self.cluster, self.node, self.life = cluster, node, life
         self.up = True
         self.births, self.spares = cluster.nproc, cluster.spares
-        self.seats = [SimulatedRank(number) for number in range(cluster.nproc)]
+        self.ranks = [SimulatedRank(number) for number in range(cluster.nproc)]
         self.epoch = -1
         self.places: tuple[str, ...] = ()
         self.restarts = 0
         self.orders_until_s = 0.0
         cluster.post(NodeJoined(node, life, cluster.nproc, self.births, self.spares))
-        for seat in self.seats:
-            self._warm(seat)
+        for rank in self.ranks:
+            self._warm(rank)
 
-    # -- what is done to it -------------------------------------------------------------------------------------------
+    # -- faults and reports -------------------------------------------------------------------------------------------
 
-    def lose_rank(self, seat: SimulatedRank, reason: str = "exit 1") -> None:
-        if seat.state is not RankState.DEAD:
-            seat.state = RankState.DEAD
-            seat.process += 1
-            self.cluster.post(RankLost(self.node, self.life, self.births, seat.number, reason))
+    def lose_rank(self, rank: SimulatedRank, reason: str = "exit 1") -> None:
+        if rank.state is not RankState.DEAD:
+            rank.state = RankState.DEAD
+            rank.process += 1
+            self.cluster.post(RankLost(self.node, self.life, self.births, rank.number, reason))
 
-    def report_fault(self, seat: SimulatedRank, *, final: bool = False) -> None:
-        why = "a loss that is not finite"
-        self.cluster.post(RankFault(self.node, self.life, self.epoch, seat.number, why, final))
+    def report_fault(self, rank: SimulatedRank, *, final: bool = False) -> None:
+        reason = "a loss that is not finite"
+        self.cluster.post(RankFault(self.node, self.life, self.epoch, rank.number, reason, final))
 
     def finish(self) -> None:
-        if all(seat.state is RankState.TRAINING for seat in self.seats):
-            for seat in self.seats:
-                seat.state = RankState.DONE
+        if all(rank.state is RankState.TRAINING for rank in self.ranks):
+            for rank in self.ranks:
+                rank.state = RankState.DONE
             self.cluster.post(NodeFinished(self.node, self.life, self.epoch))
 
     def die(self) -> None:
         self.up = False
-        for seat in self.seats:
-            seat.state, seat.process = RankState.DEAD, seat.process + 1
+        for rank in self.ranks:
+            rank.state, rank.process = RankState.DEAD, rank.process + 1
 
     def report(self) -> RejoinReport:
-        lost = tuple(seat.number for seat in self.seats if seat.state is RankState.DEAD)
-        ready = all(seat.state is RankState.READY for seat in self.seats)
+        lost = tuple(rank.number for rank in self.ranks if rank.state is RankState.DEAD)
+        ready = all(rank.state is RankState.READY for rank in self.ranks)
         return RejoinReport(
             self.node,
             self.life,
@@ -103,10 +103,10 @@ class SimulatedSupervisor:
             self.restarts,
             ready,
             lost,
-            all(seat.state is RankState.DONE for seat in self.seats),
+            all(rank.state is RankState.DONE for rank in self.ranks),
         )
 
-    # -- what it is told ----------------------------------------------------------------------------------------------
+    # -- actions ------------------------------------------------------------------------------------------------------
 
     def apply_desired(self, action: object) -> None:
         if isinstance(action, FormWorld):
@@ -114,19 +114,19 @@ class SimulatedSupervisor:
         elif isinstance(action, BreakWorld) and action.epoch == self.epoch:
             self._leave()
         elif isinstance(action, PauseWorld) and action.epoch == self.epoch:
-            for seat in self.seats:
-                if seat.state is RankState.TRAINING:
-                    self._run_later(seat, self.cluster.step_s(), self._standby)
+            for rank in self.ranks:
+                if rank.state is RankState.TRAINING:
+                    self._run_later(rank, self.cluster.step_s(), self._standby)
         elif isinstance(action, RespawnRanks):
             for number in action.local_ranks:
-                self._respawn(self.seats[number])
+                self._respawn(self.ranks[number])
         elif isinstance(action, PromoteSpare):
             self.spares -= 1
-            self._respawn(self.seats[action.local_rank], warm=True)
+            self._respawn(self.ranks[action.local_rank], warm=True)
         elif isinstance(action, RespawnStragglers):
-            for seat in self.seats:
-                if seat.state is not RankState.READY:
-                    self._respawn(seat)
+            for rank in self.ranks:
+                if rank.state is not RankState.READY:
+                    self._respawn(rank)
             self._report_ready()
         elif isinstance(action, ReleaseNode):
             self.die()
@@ -134,70 +134,70 @@ class SimulatedSupervisor:
 
     def _enter(self, form: FormWorld) -> None:
         self.epoch, self.places, self.restarts = form.epoch, form.nodes, form.restarts
-        for seat in self.seats:
-            if seat.state in INSIDE:
+        for rank in self.ranks:
+            if rank.state in INSIDE:
                 raise Violation(
-                    f"rank {seat.number} of {self.node} is told of epoch {form.epoch} and is in another one"
+                    f"rank {rank.number} of {self.node} receives epoch {form.epoch} while it is in another epoch"
                 )
-            if seat.state is RankState.READY:
-                seat.state = RankState.TRAINING
+            if rank.state is RankState.READY:
+                rank.state = RankState.TRAINING
             else:
-                seat.state, seat.process = RankState.DEAD, seat.process + 1
-                self.cluster.post(RankLost(self.node, self.life, self.births, seat.number, "was not there"))
+                rank.state, rank.process = RankState.DEAD, rank.process + 1
+                self.cluster.post(RankLost(self.node, self.life, self.births, rank.number, "was not there"))
 
     def _leave(self) -> None:
-        for seat in self.seats:
-            if seat.state in (RankState.TRAINING, RankState.SEALED):
-                self._run_later(seat, self.cluster.leaving_s(), self._become_ready)
-            elif seat.state is RankState.DONE:
-                self.lose_rank(seat, "finished, but the others have not")
+        for rank in self.ranks:
+            if rank.state in (RankState.TRAINING, RankState.SEALED):
+                self._run_later(rank, self.cluster.leaving_s(), self._become_ready)
+            elif rank.state is RankState.DONE:
+                self.lose_rank(rank, "finished, but the others have not")
         self._report_ready()
 
-    def _standby(self, seat: SimulatedRank) -> None:
-        if seat.state is RankState.TRAINING:
-            self.cluster.stand(self, seat)
+    def _standby(self, rank: SimulatedRank) -> None:
+        if rank.state is RankState.TRAINING:
+            self.cluster.pause_rank(self, rank)
 
     def seal(self, *, stop: bool) -> None:
-        """All ranks of the epoch stand at one step."""
-        for seat in self.seats:
-            if seat.state is not RankState.TRAINING:
+        """Seal the step at which all ranks of the epoch have paused."""
+        for rank in self.ranks:
+            if rank.state is not RankState.TRAINING:
                 return
-        for seat in self.seats:
-            seat.state = RankState.SEALED
+        for rank in self.ranks:
+            rank.state = RankState.SEALED
             if not stop:
-                self._run_later(seat, self.cluster.leaving_s(), self._become_ready)
+                self._run_later(rank, self.cluster.leaving_s(), self._become_ready)
         self.cluster.post(NodeSealed(self.node, self.life, self.epoch))
 
     # -- processes ----------------------------------------------------------------------------------------------------
 
-    def _respawn(self, seat: SimulatedRank, *, warm: bool = False) -> None:
+    def _respawn(self, rank: SimulatedRank, *, warm: bool = False) -> None:
         self.births += 1
-        self._warm(seat, self.cluster.leaving_s() if warm else None)
+        self._warm(rank, self.cluster.leaving_s() if warm else None)
 
-    def _warm(self, seat: SimulatedRank, delay_s: float | None = None) -> None:
-        seat.state, seat.process = RankState.WARMING, seat.process + 1
+    def _warm(self, rank: SimulatedRank, delay_s: float | None = None) -> None:
+        rank.state, rank.process = RankState.WARMING, rank.process + 1
         delay_s = self.cluster.warming_s() if delay_s is None else delay_s
-        cursed = self.node in self.cluster.cursed
-        self._run_later(seat, delay_s, self._fail if cursed else self._become_ready)
+        broken = self.node in self.cluster.broken
+        self._run_later(rank, delay_s, self._fail if broken else self._become_ready)
 
-    def _fail(self, seat: SimulatedRank) -> None:
+    def _fail(self, rank: SimulatedRank) -> None:
         self.cluster.judge.event_happened()
-        self.lose_rank(seat)
+        self.lose_rank(rank)
 
-    def _become_ready(self, seat: SimulatedRank) -> None:
-        if seat.state is not RankState.HUNG:
-            seat.state = RankState.READY
+    def _become_ready(self, rank: SimulatedRank) -> None:
+        if rank.state is not RankState.HUNG:
+            rank.state = RankState.READY
             self._report_ready()
 
     def _report_ready(self) -> None:
-        if all(seat.state is RankState.READY for seat in self.seats):
+        if all(rank.state is RankState.READY for rank in self.ranks):
             self.cluster.post(NodeReady(self.node, self.life, self.births, self.epoch, self.spares))
 
-    def _run_later(self, seat: SimulatedRank, delay_s: float, what) -> None:
-        process, epoch = seat.process, self.epoch
+    def _run_later(self, rank: SimulatedRank, delay_s: float, what) -> None:
+        process, epoch = rank.process, self.epoch
 
         def then() -> None:
-            if self.up and seat.process == process and self.epoch == epoch:
-                what(seat)
+            if self.up and rank.process == process and self.epoch == epoch:
+                what(rank)
 
         self.cluster.run_after(delay_s, then)

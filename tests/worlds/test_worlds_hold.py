@@ -1,4 +1,4 @@
-"""Random schedules of faults and resizes over a fake cluster, through the decisions that a coordinator makes."""
+"""Random schedules of faults and resizes in a simulated cluster, with the decisions of a coordinator."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from elastic.world.world_state import WorldPhase
 from tests.worlds.schedules import KINDS, find_violation, run, schedule_of, shrink_finding
 
 IN_A_TEST_RUN = 2_000
-"""``make nightly`` runs a hundred times as many, and these among them."""
+"""Schedules of a normal test run. ``make nightly`` runs many more."""
 
 
 def assert_invariants(first: int, count: int) -> None:
@@ -23,15 +23,15 @@ def assert_invariants(first: int, count: int) -> None:
 def test_seed_determines_the_schedule_and_its_run():
     assert schedule_of(7) == schedule_of(7)
     assert schedule_of(7) != schedule_of(8)
-    told: list[list[str]] = [[], []]
-    for lines in told:
+    logs: list[list[str]] = [[], []]
+    for lines in logs:
         run(schedule_of(7), lines.append)
-    assert told[0] == told[1]
+    assert logs[0] == logs[1]
 
 
 def test_schedules_cover_every_event_and_every_end():
     schedules = [schedule_of(seed) for seed in range(400)]
-    assert {happening.kind for schedule in schedules for happening in schedule.happenings} == set(KINDS)
+    assert {event.kind for schedule in schedules for event in schedule.events} == set(KINDS)
     ends = Counter(run(schedule).world.phase for schedule in schedules)
     assert set(ends) >= {WorldPhase.RUNNING, WorldPhase.STOPPED, WorldPhase.FAILED, WorldPhase.FINISHED}
     assert ends[WorldPhase.RUNNING] > sum(ends.values()) // 2

@@ -1,7 +1,7 @@
-"""Python's clock of the day is off by what a file says, in every process that finds this on its path.
+"""Shift of :func:`time.time` and :func:`time.time_ns` by the seconds in a file.
 
-Only :func:`time.time` and :func:`time.time_ns`: the kernel's clock, files' times and whoever asks
-:func:`time.clock_gettime` are as they were.
+Python imports this module at its start if it is on the path. The kernel's clock, file times and
+:func:`time.clock_gettime` do not change.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ _FILE = os.environ.get("FAULTS_CLOCK", "")
 
 def _ahead_ns() -> int:
     try:
-        with open(_FILE, "rb") as file:  # noqa: PTH123 - every look at the clock does this
+        with open(_FILE, "rb") as file:  # noqa: PTH123 - every read of the clock does this
             return int(file.read() or b"0") * 1_000_000_000
     except (OSError, ValueError):
         return 0

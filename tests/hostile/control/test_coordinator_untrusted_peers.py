@@ -1,4 +1,4 @@
-"""Who comes to a coordinator or a supervisor without belonging there is refused, and they live on."""
+"""Refusal of unauthorized and malformed connections to coordinators and supervisors."""
 
 from __future__ import annotations
 
@@ -78,14 +78,14 @@ GARBAGE = {
 def test_garbage_does_not_stop_the_coordinator(coordinator, bytes_sent):
     with connect_raw(coordinator) as sock:
         sock.sendall(bytes_sent)
-        with contextlib.suppress(OSError):  # it may have hung up by now
+        with contextlib.suppress(OSError):  # the connection may be closed
             sock.shutdown(socket.SHUT_WR)
             while sock.recv(1 << 16):
                 pass
     assert is_serving(coordinator)
 
 
-SAID = {
+MESSAGES = {
     "no map": [1, 2, 3],
     "no such kind": {"type": "king", "number": 1},
     "a field too many": {"type": "node", "number": 1, "node": "n1", "generation": 1, "local_ranks": 1, "more": 1},
@@ -95,10 +95,10 @@ SAID = {
 }
 
 
-@pytest.mark.parametrize("said", SAID.values(), ids=SAID)
-def test_malformed_messages_of_an_authenticated_node_are_rejected(coordinator, said):
+@pytest.mark.parametrize("message", MESSAGES.values(), ids=MESSAGES)
+def test_malformed_messages_of_an_authenticated_node_are_rejected(coordinator, message):
     channel = connect_to_coordinator(coordinator.address, job="job", me=NodeId("n1"), secret=SECRET)
-    channel.send(encode(said))
+    channel.send(encode(message))
     with contextlib.suppress(PeerStoreError):
         assert channel.receive(within_s=10) is None
     channel.close()
@@ -122,20 +122,20 @@ def test_older_of_two_supervisors_of_a_node_is_dismissed(coordinator):
         end = NodeCodec()
         return channel, end, end.decode(channel.receive(within_s=10).header)
 
-    first, end, heard = send_status(5)
-    assert heard.exit is None
-    second, _, heard = send_status(6)
-    assert heard.exit is None
+    first, end, desired = send_status(5)
+    assert desired.exit is None
+    second, _, desired = send_status(6)
+    assert desired.exit is None
     assert end.decode(first.receive(within_s=10).header).exit is ExitReason.REFUSED
-    third, _, heard = send_status(4)
-    assert (heard.exit, "newer supervisor" in heard.reason) == (ExitReason.REFUSED, True)
+    third, _, desired = send_status(4)
+    assert (desired.exit, "newer supervisor" in desired.reason) == (ExitReason.REFUSED, True)
     for channel in (first, second, third):
         channel.close()
     assert is_serving(coordinator)
 
 
 CHANGED = {
-    "a world that it was not told": {"type": "changed", "number": 2, "world": {"type": "told", "number": 7}},
+    "an unknown world": {"type": "changed", "number": 2, "world": {"type": "told", "number": 7}},
     "another node's name": {"type": "changed", "number": 2, "node": "n2"},
     "a field too many": {"type": "changed", "number": 2, "more": 1},
     "another whole report": {"type": "node", "number": 2, "node": "n1", "generation": 1, "local_ranks": 1},
@@ -178,11 +178,11 @@ def test_supervisor_with_a_slow_clock_receives_the_minimum_generation(coordinato
     first.close()
     wait_until(lambda: not coordinator.snapshot.nodes.get("n1") or not coordinator.snapshot.nodes["n1"].connected)
     second = connect()
-    heard = send_status(second, 5)
-    assert (heard.exit, heard.superseded, heard.min_generation) == (None, True, 3_600_000)
+    desired = send_status(second, 5)
+    assert (desired.exit, desired.superseded, desired.min_generation) == (None, True, 3_600_000)
     third = connect()
-    heard = send_status(third, heard.min_generation + 1)
-    assert (heard.exit, heard.superseded, heard.generation) == (None, False, 3_600_001)
+    desired = send_status(third, desired.min_generation + 1)
+    assert (desired.exit, desired.superseded, desired.generation) == (None, False, 3_600_001)
     second.close()
     third.close()
     assert is_serving(coordinator)
@@ -209,9 +209,9 @@ def test_supervisor_starts_above_the_required_generation(tmp_path):
     ids=["epoch", "restarts"],
 )
 def test_oversized_number_closes_its_own_connection(coordinator, formed):
-    said = {"type": "node", "number": 1, "node": "n1", "generation": 1, "local_ranks": 1, "world": formed}
+    message = {"type": "node", "number": 1, "node": "n1", "generation": 1, "local_ranks": 1, "world": formed}
     channel = connect_to_coordinator(coordinator.address, job="job", me=NodeId("n1"), secret=SECRET)
-    channel.send(encode(said))
+    channel.send(encode(message))
     with contextlib.suppress(PeerStoreError):
         assert channel.receive(within_s=10) is None
     channel.close()
@@ -224,18 +224,18 @@ def test_impossible_world_is_refused(coordinator):
     channel = connect_to_coordinator(coordinator.address, job="job", me=NodeId("n1"), secret=SECRET)
     formed = WorldSpec((1 << 62) - 1, ("n1",), 0, "")
     channel.send(encode(NodeStatus(1, "n1", 1, 1, spawn_count=1, world=formed)))
-    heard = decode_message(channel.receive(within_s=10).header, NodeDesired)
-    assert (heard.exit, "refers to world" in heard.reason) == (ExitReason.REFUSED, True)
+    desired = decode_message(channel.receive(within_s=10).header, NodeDesired)
+    assert (desired.exit, "refers to world" in desired.reason) == (ExitReason.REFUSED, True)
     channel.close()
     assert is_serving(coordinator)
     assert coordinator.snapshot.world.epoch < 10
 
 
 def test_coordinator_that_cannot_record_a_world_waits_and_continues(tmp_path):
-    """Its disk is full, or it has too many open files: nobody hears of a world whose number could come again."""
-    note = tmp_path / "later" / "epoch"
+    """The disk may be full. An unrecorded epoch could be used twice, so no node may receive the world."""
+    epoch_file = tmp_path / "later" / "epoch"
     settings = CoordinatorSettings("job", ScalingPolicy(max_replicas=1), 1, store="nowhere:1")
-    one = Coordinator(settings, SECRET, farewell_s=1.0, epoch_file=note)
+    one = Coordinator(settings, SECRET, farewell_s=1.0, epoch_file=epoch_file)
     thread = threading.Thread(target=one.run)
     thread.start()
     channel = connect_to_coordinator(one.address, job="job", me=NodeId("n1"), secret=SECRET)
@@ -243,8 +243,8 @@ def test_coordinator_that_cannot_record_a_world_waits_and_continues(tmp_path):
         channel.send(encode(NodeStatus(1, "n1", 1, 1, spawn_count=1, ready=True)))
         wait_until(lambda: one._epoch_write_failed)
         assert is_serving(one)
-        note.parent.mkdir()
-        wait_until(note.exists)
+        epoch_file.parent.mkdir()
+        wait_until(epoch_file.exists)
         assert decode_message(channel.receive(within_s=10).header, NodeDesired).world is not None
     finally:
         channel.close()
@@ -252,7 +252,7 @@ def test_coordinator_that_cannot_record_a_world_waits_and_continues(tmp_path):
         thread.join()
 
 
-# -- at a supervisor's door ---------------------------------------------------------------------------------------
+# -- supervisors --------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -268,7 +268,7 @@ def connect_to_rank_socket(job) -> socket.socket:
     return sock
 
 
-def test_the_socket_is_this_users_alone(job):
+def test_rank_socket_is_accessible_only_to_its_user(job):
     path = job.planes[0].supervisor.settings.directory / "rank.sock"
     assert path.stat().st_mode & 0o777 == 0o600
     assert path.parent.stat().st_mode & 0o777 == 0o700
@@ -277,8 +277,8 @@ def test_the_socket_is_this_users_alone(job):
 @pytest.mark.parametrize(
     "greeting",
     [
-        RankHello(RANK_PROTOCOL, "a token of nobody"),
-        RankHello(RANK_PROTOCOL + 1, "a token of nobody"),
+        RankHello(RANK_PROTOCOL, "an unknown token"),
+        RankHello(RANK_PROTOCOL + 1, "an unknown token"),
     ],
 )
 def test_process_with_an_unknown_token_or_protocol_is_refused(job, greeting):
@@ -316,7 +316,7 @@ def test_second_process_of_a_rank_is_refused(job):
 def test_garbage_does_not_stop_the_supervisor(job, sent):
     with connect_to_rank_socket(job) as sock:
         sock.sendall(sent)
-        with contextlib.suppress(OSError):  # it may have hung up by now
+        with contextlib.suppress(OSError):  # the connection may be closed
             sock.shutdown(socket.SHUT_WR)
             while sock.recv(1 << 16):
                 pass
@@ -329,7 +329,7 @@ def test_reports_about_a_past_world_are_ignored(job):
     seat.report_fault("a fault")
     wait_until(lambda: wanted_notice(seat) is NoticeKind.RESTART)
     (after,) = wait_all_assigned(job.planes)
-    with seat._changed:  # as one that has not heard of it would
+    with seat._changed:  # like a rank that does not know the new world
         seat._send_status(epoch=before.epoch, paused=99, sealed=99, phase=RankPhase.IN_WORLD)
         number = seat._sent
     wait_until(lambda: seat._desired.acknowledged >= number)

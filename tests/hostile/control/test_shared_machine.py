@@ -1,4 +1,4 @@
-"""``elastic run`` where others have accounts: what listens, what is imported and believed, what others can read."""
+"""Security of ``elastic run`` on a machine with other users: sockets, imports, trust and file modes."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ train()
 
 PLANTED = """
 import pathlib, sys
-with open({told!r}, "a") as told:
-    print({name!r}, *sys.argv[1:2], file=told)
+with open({marker!r}, "a") as marker:
+    print({name!r}, *sys.argv[1:2], file=marker)
 """
 
 
@@ -59,7 +59,7 @@ def job():
 
 
 def listening_addresses(folder: Path) -> dict[str, str]:
-    """Where the processes of a job listen, each with its command."""
+    """Return the addresses on which a job's processes listen, with their commands."""
     found = {}
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
@@ -104,9 +104,9 @@ def test_single_machine_job_listens_only_on_loopback(job, store):
 
 @pytest.mark.e2e
 def test_working_directory_is_not_imported_from(job, tmp_path):
-    told = tmp_path / "told"
+    marker = tmp_path / "imported"
     for name in ("msgspec", "torch", "queue", "tieredckpt", "elastic"):
-        (job.folder / f"{name}.py").write_text(PLANTED.format(told=str(told), name=name))
+        (job.folder / f"{name}.py").write_text(PLANTED.format(marker=str(marker), name=name))
     script, command = tmp_path / "train.py", tmp_path / "bin" / "elastic"
     script.write_text(TRAINING)
     command.parent.mkdir()
@@ -118,9 +118,9 @@ def test_working_directory_is_not_imported_from(job, tmp_path):
             [sys.executable, str(command), *words], cwd=job.folder, env=job.environ, stdout=out, stderr=out
         )
     job.started.append(run)
-    wait_until(lambda: (job.folder / "in-0").exists() or run.poll() is not None or told.exists(), timeout_s=60)
+    wait_until(lambda: (job.folder / "in-0").exists() or run.poll() is not None or marker.exists(), timeout_s=60)
     job.finish()
-    assert not told.exists(), told.read_text()
+    assert not marker.exists(), marker.read_text()
     assert job.wait_ended(run) == 0, (tmp_path / "output").read_text()
 
 
@@ -134,11 +134,11 @@ def test_module_runs_like_with_python_m(tmp_path, monkeypatch):
         python_module_command("shown", "a", "b"),
         [sys.executable, "-c", child_processes._BY_HAND, "shown", "a", "b"],
     )
-    told = [
+    runs = [
         subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, check=False)
         for command in commands
     ]
-    assert [one.stdout for one in told] == [f"__main__ ['a', 'b'] {ROOT}\n"] * 2, told
+    assert [one.stdout for one in runs] == [f"__main__ ['a', 'b'] {ROOT}\n"] * 2, runs
 
 
 @pytest.mark.parametrize(
@@ -155,13 +155,13 @@ def test_secret_on_the_command_line_is_refused_and_not_printed(words, tmp_path, 
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").touch()
     assert main(list(words)) == ExitCode.USAGE
-    said = capsys.readouterr()
-    assert SECRET not in said.out + said.err
-    assert "file:/path" in said.err
+    output = capsys.readouterr()
+    assert SECRET not in output.out + output.err
+    assert "file:/path" in output.err
     assert not (tmp_path / "run").exists()
 
 
-# -- what is believed -------------------------------------------------------------------------------------------------
+# -- trust ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -220,7 +220,7 @@ def test_non_file_does_not_block_reading(run_directory, kind, tmp_path):
     assert found == [True]
 
 
-# -- what agents prove ------------------------------------------------------------------------------------------------
+# -- proofs of agents -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("address", ["10.0.0.7", "127.0.0.1"])

@@ -1,7 +1,7 @@
-"""Writes the hostile batches: ``python -m tests.hostile.elastic.make``.
+"""Generator of the hostile batches: ``python -m tests.hostile.elastic.make``.
 
-Each is a file that lies where batch 7 should and is no batch, or a wrong one: damaged by chance, or made by somebody
-who knows the format, with every digest right.
+Each file has the name of batch 7, but an invalid or wrong content. Some are damaged at random. Others are forged with
+knowledge of the format, and all their digests are right.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def batch_header(**changes: Any) -> dict[str, Any]:
 
 
 def batch_file(encoded: bytes, payload: bytes = PAYLOAD, *, gap: bytes = b"\0") -> bytes:
-    """A file around any header, its digest right."""
+    """Build a batch file around a header, with the right digest."""
     prefix = BATCH_MAGIC + len(encoded).to_bytes(4, "little") + xxhash.xxh3_64_intdigest(encoded).to_bytes(8, "little")
     return prefix + encoded + gap * padding(BATCH_PREFIX_BYTES + len(encoded)) + payload
 
@@ -49,7 +49,7 @@ def with_tensors(*changed: list[Any]) -> bytes:
 
 
 def nested_tree(depth: int) -> bytes:
-    """A list in a list in a list, as a tree."""
+    """Build deeply nested lists as a tree."""
     return b"\x92\xa1l\x91" * depth + b"\x92\xa1p\xc0"
 
 

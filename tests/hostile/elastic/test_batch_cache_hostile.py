@@ -1,4 +1,4 @@
-"""Files that are no batch, where a batch should be: prepared again, no memory taken, nothing else touched."""
+"""Invalid files in place of cached batches, which are prepared again without large allocations."""
 
 import os
 import re
@@ -16,7 +16,7 @@ from tests.support.batch_reader import file_names
 from tests.support.bits import assert_same_bits
 
 HOSTILE = sorted(FILES.iterdir())
-"""In loops, not as so many tests: each would be looked over for what it leaves behind."""
+"""The tests loop over these files, because each separate test would be checked for leaks."""
 
 
 def prepare_batch(index):
@@ -40,7 +40,7 @@ def cache(tmp_path):
 
 @pytest.fixture
 def limited_memory():
-    """Whoever allocates or maps what a file claims (2 GiB or more), fails."""
+    """Limit the address space, so that allocating or mapping the 2 GiB that a file claims fails."""
     used = int(re.search(r"VmSize:\s+(\d+) kB", Path("/proc/self/status").read_text())[1]) << 10
     before = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (used + (1 << 30), before[1]))
@@ -59,39 +59,39 @@ def test_base_case_is_a_valid_batch(cache):
     assert found["b"].tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]]
 
 
-def test_a_hostile_batch_is_prepared_again(cache, limited_memory):
+def test_hostile_batch_is_prepared_again(cache, limited_memory):
     for number, file in enumerate(HOSTILE, start=1):
-        asked = CountingPrepare()
+        prepare = CountingPrepare()
         (cache.directory / batch_file_name(INDEX)).write_bytes(file.read_bytes())
-        assert_same_bits(prepare_batch(INDEX), cache.get(INDEX, asked))
-        assert_same_bits(prepare_batch(INDEX), cache.get(INDEX, asked))
-        assert asked.indices == [INDEX], file.stem
+        assert_same_bits(prepare_batch(INDEX), cache.get(INDEX, prepare))
+        assert_same_bits(prepare_batch(INDEX), cache.get(INDEX, prepare))
+        assert prepare.indices == [INDEX], file.stem
         assert cache.counts.damaged == number, file.stem
         assert file_names(cache.directory) == [batch_file_name(INDEX), "tally"], file.stem
 
 
 def test_partial_file_is_never_read(cache):
     for file in HOSTILE:
-        asked = CountingPrepare()
+        prepare = CountingPrepare()
         (cache.directory / partial_file_name(INDEX)).write_bytes(file.read_bytes())
-        assert_same_bits(prepare_batch(INDEX), cache.get(INDEX, asked))
-        assert asked.indices == [INDEX], file.stem
+        assert_same_bits(prepare_batch(INDEX), cache.get(INDEX, prepare))
+        assert prepare.indices == [INDEX], file.stem
         assert file_names(cache.directory) == [batch_file_name(INDEX), "tally"], file.stem
         cache.clear()
 
 
 def test_invalid_usage_file_is_recounted(cache):
     for file in HOSTILE:
-        asked = CountingPrepare()
+        prepare = CountingPrepare()
         (cache.directory / "tally").write_bytes(file.read_bytes())
         for index in range(12):
-            cache.get(index, asked)
+            cache.get(index, prepare)
             assert cache.used_bytes() <= 10_000, file.stem
-        assert asked.indices == list(range(12)), file.stem
+        assert prepare.indices == list(range(12)), file.stem
         cache.clear()
 
 
-# -- things that are no files -------------------------------------------------------------------------------------
+# -- links, pipes, folders and sockets ----------------------------------------------------------------------------
 
 
 def make_link(path, victim):
@@ -114,7 +114,7 @@ def make_folder(path, victim):
 def make_socket(path, victim):
     with socket.socket(socket.AF_UNIX) as one:
         here = Path.cwd()
-        os.chdir(path.parent)  # the whole path is longer than an address may be
+        os.chdir(path.parent)  # the full path is too long for a socket address
         try:
             one.bind(path.name)
         finally:
@@ -135,14 +135,14 @@ def test_non_file_is_not_followed_and_does_not_block(cache, tmp_path, plant, nam
         os.link(victim, cache.directory / name)
     else:
         plant(cache.directory / name, victim)
-    asked = CountingPrepare()
-    assert_same_bits(prepare_batch(INDEX), cache.get(INDEX, asked))
-    assert_same_bits(prepare_batch(INDEX), cache.get(INDEX, asked))
+    prepare = CountingPrepare()
+    assert_same_bits(prepare_batch(INDEX), cache.get(INDEX, prepare))
+    assert_same_bits(prepare_batch(INDEX), cache.get(INDEX, prepare))
     assert victim.read_bytes() == b"precious" * 100
-    if plant is make_folder:  # not ours to remove
+    if plant is make_folder:  # the cache does not remove foreign folders
         assert (cache.directory / name / "mine").read_bytes() == b"mine"
     else:
-        assert asked.indices == [INDEX]
+        assert prepare.indices == [INDEX]
         assert cache.cached_indices() == [INDEX]
 
 
@@ -170,7 +170,7 @@ def test_stream_with_foreign_directories_is_swept_around_them(cache, tmp_path):
 
 
 def test_file_that_grows_after_mapping_has_no_effect(cache):
-    """Whoever may write here may change a mapped page; nobody who follows the protocol does, so they are not copied."""
+    """Writers never change a mapped page, so batches are mapped and not copied."""
     batch_file = cache.directory / batch_file_name(INDEX)
     found = cache.get(INDEX, prepare_batch)
     with batch_file.open("ab") as file:

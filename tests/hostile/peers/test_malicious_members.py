@@ -1,4 +1,4 @@
-"""Somebody who knows the job's secret and means no good: refused, dropped, and nobody else suffers from it."""
+"""Malicious members of a job that know its secret: refused or dropped, without harm to honest nodes."""
 
 import contextlib
 import threading
@@ -62,7 +62,7 @@ OTHERS_SECRET = b"a secret that another job has, also long"
 
 @pytest.fixture
 def nodes():
-    """One honest agent with a shard of the job, and one of another job."""
+    """Create an honest agent with a shard of the job and a shard of another job."""
     with contextlib.closing(LocalNodes(capacity_bytes=64 << 10)) as made:
         made.add("n2")
         made.join_all()
@@ -79,7 +79,7 @@ def save_for_other(node):
 
 @pytest.fixture
 def member_connection(nodes):
-    """Member n1 of the job, by hand."""
+    """Connect as member n1 of the job."""
     with connect_as(nodes) as made:
         yield made
 
@@ -120,12 +120,12 @@ def send_and_flush(line, wanted, number, data):
 
 
 def assert_unharmed(nodes):
-    """The agent serves an honest member, has what it had, and holds nothing for anybody who left."""
+    """Check that the agent serves an honest member, has its shards, and holds no unused slot."""
     n2 = nodes["n2"]
     with connect_as(nodes, me="n3", via="n3") as line:
         found = line.call("node_inventory", GetNodeInventory(), NodeInventory)
         assert HERE in {fact.key for fact in found.shards}
-        record = make_record(shard_key(77, 1))  # the other part never comes, so nothing becomes superfluous
+        record = make_record(shard_key(77, 1))  # the other part never arrives, so no older version is evicted
         wanted = offer_replica(line, record)
         for number in range(CHUNKS):
             send_chunk(line, wanted, number, chunk_of(record, number))
@@ -137,7 +137,7 @@ def assert_unharmed(nodes):
     wait_until(lambda: n2.store.status().arena.leases == 0, "no slot is held")
 
 
-# -- who gets in ------------------------------------------------------------------------------------------------------
+# -- authentication ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -220,7 +220,7 @@ def test_records_of_impossible_shards_are_refused(nodes, member_connection, name
 
 
 @pytest.mark.parametrize("more", [{"holders": ("n",) * 9}, {"blobs": ("b",) * 65}], ids=["holders", "blobs"])
-def test_an_offer_with_endless_lists_is_refused(nodes, member_connection, more):
+def test_offer_with_oversized_lists_is_refused(nodes, member_connection, more):
     with pytest.raises(RequestError):
         offer_replica(member_connection, make_record(), **more)
     assert_unharmed(nodes)
@@ -251,7 +251,7 @@ def test_unlimited_offers_stay_in_the_budget_and_are_released(nodes, member_conn
 
 
 @pytest.mark.parametrize("number", [-1, CHUNKS, 1 << 40])
-def test_a_chunk_outside_of_the_shard_ends_the_connection(nodes, member_connection, number):
+def test_chunk_outside_of_the_shard_closes_the_connection(nodes, member_connection, number):
     wanted = offer_replica(member_connection, make_record())
     with pytest.raises((ProtocolError, PeerUnreachableError)):
         send_and_flush(member_connection, wanted, number, bytes(CHUNK_BYTES))
@@ -259,14 +259,14 @@ def test_a_chunk_outside_of_the_shard_ends_the_connection(nodes, member_connecti
 
 
 @pytest.mark.parametrize(("number", "size"), [(0, 1), (0, CHUNK_BYTES - 1), (0, CHUNK_BYTES + 1), (3, CHUNK_BYTES)])
-def test_a_chunk_of_another_length_ends_the_connection(nodes, member_connection, number, size):
+def test_chunk_of_a_wrong_length_closes_the_connection(nodes, member_connection, number, size):
     wanted = offer_replica(member_connection, make_record())
     with pytest.raises((ProtocolError, PeerUnreachableError)):
         send_and_flush(member_connection, wanted, number, bytes(size))
     assert_unharmed(nodes)
 
 
-def test_a_commit_without_chunks_is_refused(nodes, member_connection):
+def test_commit_without_chunks_is_refused(nodes, member_connection):
     wanted = offer_replica(member_connection, make_record())
     with pytest.raises(ShardDamagedError, match="chunks are missing"):
         member_connection.call("commit_replica", CommitReplica(wanted.transfer), type(None))
@@ -295,7 +295,7 @@ def test_unordered_and_repeated_chunks_make_a_good_copy(nodes, member_connection
     wanted = offer_replica(member_connection, record)
     for number in [3, 2, 2, 1, 3, 0, 0]:
         send_chunk(member_connection, wanted, number, chunk_of(record, number))
-    send_chunk(member_connection, wanted, 1, bytes(CHUNK_BYTES))  # after the right one: nobody looks at it
+    send_chunk(member_connection, wanted, 1, bytes(CHUNK_BYTES))  # ignored, because the right chunk has arrived
     assert member_connection.call("flush_chunks", FlushChunks(wanted.transfer), tuple[int, ...]) == ()
     member_connection.call("commit_replica", CommitReplica(wanted.transfer), type(None))
     assert load_shard(nodes["n2"].store, record.key) == shard_content(record.key, SIZE)
@@ -303,7 +303,7 @@ def test_unordered_and_repeated_chunks_make_a_good_copy(nodes, member_connection
 
 
 def test_repeated_chunk_cannot_change_verified_data(nodes, member_connection):
-    """One connection stops in the middle of a chunk of rubbish, another one sends the right one, and commits."""
+    """One connection stops within a wrong chunk. Another one sends the right chunk and commits."""
     record = make_record()
     wanted = offer_replica(member_connection, record)
     with connect_as(nodes, via="n1b") as slow:
@@ -311,7 +311,7 @@ def test_repeated_chunk_cannot_change_verified_data(nodes, member_connection):
         for number in range(CHUNKS):
             send_chunk(member_connection, wanted, number, chunk_of(record, number))
         member_connection.call("flush_chunks", FlushChunks(wanted.transfer), tuple[int, ...])
-        with contextlib.suppress(ShardDamagedError):  # not while somebody else is at it
+        with contextlib.suppress(ShardDamagedError):  # refused while another connection writes
             member_connection.call("commit_replica", CommitReplica(wanted.transfer), type(None))
         finish_sending(nodes, slow, rubbish)
     if nodes["n2"].holds(record.key):
@@ -339,13 +339,13 @@ def test_slot_with_an_active_writer_is_not_reused(nodes, member_connection):
 
 
 def send_half_chunk(nodes, line, wanted):
-    """The first part of a wrong chunk 0 is in the slot, the rest waits on the way."""
+    """Send a wrong chunk 0, and stall the network once its first bytes are in the slot."""
     (transfer,) = nodes["n2"].node_peers.server.replica_receiver._transfers.values()
     assert transfer.view[0] != 0xAA
     sending = threading.Thread(target=send_chunk, args=(line, wanted, 0, b"\xaa" * CHUNK_BYTES), name="hostile")
     nodes.network.delay("n1b", "n2", 0.2)  # a piece at a time
     sending.start()
-    wait_until(lambda: transfer.view[0] == 0xAA, "the first bytes have come")
+    wait_until(lambda: transfer.view[0] == 0xAA, "the first bytes have arrived")
     nodes.network.stall("n1b", "n2")
     return sending
 
@@ -424,7 +424,7 @@ def test_reader_that_disconnects_midway_holds_no_pins(nodes):
     assert_unharmed(nodes)
 
 
-# -- the rest ---------------------------------------------------------------------------------------------------------
+# -- other requests ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -458,7 +458,7 @@ def test_past_incarnation_cannot_send_its_copies(nodes, member_connection):
 
 
 def test_requests_are_frames_of_this_protocol():
-    """What the tests here send by hand is what agents send."""
+    """The requests of these tests have the format that agents use."""
     assert (
         message_codec.decode_message(
             message_codec.encode_message(
@@ -483,7 +483,7 @@ def test_requests_are_frames_of_this_protocol():
     ],
 )
 def test_private_blobs_are_neither_read_nor_replaced_by_others(nodes, member_connection, name):
-    """The durable tier's URL and its options, marks of quarantine, notes of the drain; and whatever comes later."""
+    """Private blobs are the durable settings, quarantine marks, drain records and all unknown names."""
     store = nodes["n2"].store
     if name != "peers":
         store.put_blob(JOB, name, b"mine")
@@ -508,7 +508,7 @@ def test_existing_layout_is_not_replaced(nodes, member_connection):
     assert member_connection.call("blob", GetPeerBlob(LAYOUT_BLOB_PREFIX + "abc"), bytes) == b"first"
 
 
-def test_a_registry_is_changed_by_its_own_node_alone(nodes, member_connection):
+def test_registry_is_changed_only_by_its_own_node(nodes, member_connection):
     store = nodes["n2"].store
     for data in (b"first", b"second"):
         member_connection.call(
@@ -522,13 +522,13 @@ def test_a_registry_is_changed_by_its_own_node_alone(nodes, member_connection):
     assert REGISTRY_BLOB_PREFIX + "n2" not in store.list_blobs(JOB)
 
 
-# -- numbers that nobody counts to ------------------------------------------------------------------------------------
+# -- implausible numbers ----------------------------------------------------------------------------------------------
 
 LAST = (1 << 62) - 1
 
 
 def test_impossible_incarnation_fences_no_job(nodes, member_connection):
-    """It would be the last one: nothing could be saved after it."""
+    """No job could save anything after the largest incarnation."""
     store = nodes["n2"].store
     before = store.claim(JOB, "a")
     with pytest.raises(RequestError, match="is implausible"):

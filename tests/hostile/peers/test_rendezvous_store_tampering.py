@@ -1,4 +1,4 @@
-"""Somebody reads and writes the store that a job's ranks meet at: it asks nobody who he is."""
+"""Attackers that read and write a job's rendezvous store, which has no authentication."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ SECRET, OTHER = "a secret of the job's nodes", "another secret of other nodes"
 
 
 class RecordingStore:
-    """A store that somebody else sees everything of."""
+    """A store that records all writes."""
 
     def __init__(self, store):
         self._store = store
-        self.heard = []
+        self.writes = []
 
     def set(self, key, value):
-        self.heard.append((key, value))
+        self.writes.append((key, value))
         self._store.set(key, value)
 
     def __getattr__(self, name):
@@ -33,9 +33,9 @@ class RecordingStore:
 
 
 def exchange_secrets(job, secrets):
-    """What was said while two nodes met and kept copies for each other, what is left of it, and how many copies."""
+    """Save with two nodes. Return the writes to the store, the keys left in it and the number of copies."""
     store = RecordingStore(dist.distributed_c10d._get_default_store())
-    with pytest.MonkeyPatch.context() as patch:  # this process takes part in other tests after this one
+    with pytest.MonkeyPatch.context() as patch:  # later tests use the same process
         patch.setattr(dist.distributed_c10d, "_get_default_store", lambda: store)
         patch.setenv("TIEREDCKPT_PEER_SECRET", secrets[dist.get_rank()])
         with Checkpointer(f"tiered://{job}") as ckpt:
@@ -43,8 +43,8 @@ def exchange_secrets(job, secrets):
             saved.wait(copies=2)
             copies = 2
         dist.barrier()
-    left = [key for key, _ in store.heard if key.endswith(("/all", "/known")) and store.check([key])]
-    return store.heard, left, copies
+    left = [key for key, _ in store.writes if key.endswith(("/all", "/known")) and store.check([key])]
+    return store.writes, left, copies
 
 
 @pytest.mark.e2e
@@ -52,10 +52,10 @@ def test_configured_secret_is_not_sent(ranks):
     with make_cluster(ranks, "n1", "n2") as cluster:
         found = cluster.run(["n1", "n2"], exchange_secrets, [SECRET, SECRET])
     assert [copies for _, _, copies in found] == [2, 2]
-    heard = [str(value) for said, *_ in found for _, value in said]
-    assert any("nonce" in value for value in heard)  # they did meet there
-    packed = msgspec.json.encode(SECRET.encode()).decode().strip('"')  # as bytes are written in JSON
-    assert not [value for value in heard if SECRET in value or packed in value]
+    values = [str(value) for writes, *_ in found for _, value in writes]
+    assert any("nonce" in value for value in values)  # the nodes used the store
+    encoded = msgspec.json.encode(SECRET.encode()).decode().strip('"')  # bytes in JSON
+    assert not [value for value in values if SECRET in value or encoded in value]
 
 
 @pytest.mark.e2e
@@ -102,7 +102,7 @@ def test_tampered_member_list_is_refused():
     changed = member_list(invitation.member_list.version, [peer_node("n1"), peer_node("n9")])
     for wrong in (
         msgspec.structs.replace(invitation, member_list=changed),
-        msgspec.structs.replace(invitation, proof=b"", secret=b"a secret that is known to somebody"),
+        msgspec.structs.replace(invitation, proof=b"", secret=b"a secret that is known to others"),
         msgspec.structs.replace(invite_members(PeerSettings(secret=OTHER), "n1", "n2")),
     ):
         with pytest.raises(SettingsError, match=r"peer\.secret: this node's secret differs from rank 0's"):

@@ -1,7 +1,7 @@
-"""Writes the hostile frames: ``python -m tests.hostile.peerstore.make``.
+"""Generator of the hostile frames: ``python -m tests.hostile.peerstore.make``.
 
-Each is what somebody sends to a node agent's socket: at once (``greeting-``), or after a proper greeting
-(``request-``). They are damaged by chance, or made by somebody who knows the protocol.
+Each file is sent to a node agent's socket: ``greeting-`` files at once, ``request-`` files after a correct greeting.
+Some are damaged at random, and others are forged with knowledge of the protocol.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import msgspec
 
 FILES = Path(__file__).parent / "files"
 CLOSED = "closed"
-"""The agent ends the connection, and has nobody left to tell why."""
+"""The agent closes the connection without an answer."""
 KEY = {"job": "victim", "version": 1, "epoch": 1, "incarnation": "a", "attempt": 0, "part": 0}
 
 
 class FrameCase(NamedTuple):
-    """What is sent, and what must come back: the error's class, or :data:`CLOSED`."""
+    """The bytes to send and the expected answer: the error's class, or :data:`CLOSED`."""
 
     data: bytes
     answer: str

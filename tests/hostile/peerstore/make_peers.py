@@ -1,7 +1,7 @@
-"""Writes what hostile peers send: ``python -m tests.hostile.peerstore.make_peers``.
+"""Generator of the messages of hostile peers: ``python -m tests.hostile.peerstore.make_peers``.
 
-Each is what somebody sends to the port that agents have for each other: at once (``stranger-``), after a proper
-greeting that waits for proof (``challenged-``), or by a node that has proven to belong to the job (``member-``).
+Each file is sent to an agent's port for peers. ``stranger-`` files are sent at once, ``challenged-`` files in place of
+the proof, and ``member-`` files after authentication.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ FILES = Path(__file__).parent / "peers"
 SECRET = b"the secret of the victim"
 NONCE = bytes(range(32))
 CLOSED = "closed"
-"""The agent ends the connection and says nothing."""
+"""The agent closes the connection without an answer."""
 REFUSED = "refused"
-"""It says why first."""
+"""The agent sends the reason and closes the connection."""
 HELLO = {"protocol": 2, "job": "victim", "node": "n1", "nonce": NONCE, "version": "1"}
 
 
@@ -29,7 +29,7 @@ class MessageCase(NamedTuple):
     data: bytes
     answer: str
     error: str
-    """The class of what the agent's own log says."""
+    """Class of the error in the agent."""
 
 
 def encode_message(

@@ -1,4 +1,4 @@
-"""Whatever lies in an arena when an agent starts: it starts, keeps what is good and drops what is not."""
+"""Invalid files in an arena: the agent starts, keeps intact shards and drops damaged ones."""
 
 import contextlib
 import os
@@ -33,7 +33,7 @@ def seal_metadata(**changes):
 def lease_metadata(**changes):
     fields = {"id": "x", "key": VICTIM, "parts": 1, "size_bytes": 10, "slot": "slot.job.0.of-another"}
     lease = Lease(**{**fields, "generation": 1, "prefaulted_bytes": 0, **changes})
-    as_before = {**msgspec.to_builtins(lease), "path": "/etc/passwd"}  # what the first release noted
+    as_before = {**msgspec.to_builtins(lease), "path": "/etc/passwd"}  # the first release recorded a path
     return msgspec.msgpack.encode(
         {**msgspec.to_builtins(LeaseMetadata(lease, tuple(current_process()))), "lease": as_before}
     )
@@ -46,7 +46,7 @@ STRANGE = {
     "nested": ("seal", b"\x91" * 100_000),
     "lease garbage": ("lease", b"\xc1"),
 }
-NOTES = {
+METADATA = {
     "bytes that do not match": ("seal", seal_metadata()),
     "no chunk size": ("seal", seal_metadata(chunk_bytes=0)),
     "negative chunk size": ("seal", seal_metadata(chunk_bytes=-1)),
@@ -82,9 +82,9 @@ def open_and_check(directory):
         assert load_shard(store, shard_key(7)) == shard_content(shard_key(7), MIB)
 
 
-@pytest.mark.parametrize("name", NOTES)
+@pytest.mark.parametrize("name", METADATA)
 def test_intact_but_wrong_metadata_is_damage(directory, name):
-    kind, data = NOTES[name]
+    kind, data = METADATA[name]
     arena = TmpfsArena(directory)
     arena.create(SLOT, 4096)
     arena.put_metadata(f"{kind}.{SLOT}", data)
@@ -110,7 +110,7 @@ def test_metadata_of_another_version_is_kept(directory, name):
 
 
 def test_lease_metadata_does_not_choose_its_file(directory):
-    """What is sealed is the slot, whatever path a note claims."""
+    """The store seals the lease's slot, and ignores the path in its metadata."""
     arena = TmpfsArena(directory)
     arena.create(SLOT, 10)
     arena.put_metadata(f"lease.{SLOT}", lease_metadata())
@@ -122,8 +122,8 @@ def test_lease_metadata_does_not_choose_its_file(directory):
         assert load_shard(store, VICTIM) == shard_content(VICTIM, 10)
 
 
-def test_files_of_the_first_release_are_adopted(directory):
-    """Its slots were as long as what was sealed in them, to the byte; their files are read, and not written again."""
+def test_files_of_the_first_release_are_loaded(directory):
+    """Their slots have exactly the size of the shard. The store reads them, but does not reuse them."""
     arena, size = TmpfsArena(directory), MIB + 4711
     arena.create(SLOT, size)
     Path(arena.path(SLOT)).write_bytes(shard_content(VICTIM, size))
@@ -160,7 +160,7 @@ def test_metadata_without_a_slot_is_ignored(directory, name, data):
 
 
 def test_damaged_job_record_keeps_older_writers_fenced(directory):
-    """The claim is lost; the sealed shards still say which incarnation was there last."""
+    """The claim is lost, but the sealed shards still record the last incarnation."""
     with contextlib.closing(NodeStore(TmpfsArena(directory), StoreSettings(budget="64MiB"))) as store:
         save_shard(store, shard_key(5, epoch=9, name="ninth"))
     (directory / "notes" / "job.job").write_bytes(b"damaged")

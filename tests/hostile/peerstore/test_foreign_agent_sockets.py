@@ -1,4 +1,4 @@
-"""A socket that another user made, or could have: nothing is sent to it, and nothing of it is believed."""
+"""Agent sockets that another user could have made: clients refuse to connect to them."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from tieredckpt.agent.agent_client import NodeAgentClient
 from tieredckpt.cli.tier_client import open_tier_client
 from tieredckpt.settings import settings_from_mapping
 
-SOMEBODY = 54321
+OTHER_UID = 54321
 
 
 @pytest.fixture
 def foreign_agent(tmp_path):
-    """A directory with a socket that somebody listens on and that must not be connected to."""
+    """Open a listening socket in an agent directory, to which no client may connect."""
     folder = tmp_path / "agent"
     folder.mkdir(mode=0o700)
     with socket.socket(socket.AF_UNIX) as listener:
@@ -48,9 +48,9 @@ def make_linked(folder, _):
 
 def make_foreign_owned(folder, monkeypatch):
     if os.getuid() == 0:
-        os.chown(folder, SOMEBODY, SOMEBODY)
+        os.chown(folder, OTHER_UID, OTHER_UID)
     else:
-        monkeypatch.setattr(os, "getuid", lambda: SOMEBODY)
+        monkeypatch.setattr(os, "getuid", lambda: OTHER_UID)
 
 
 UNSAFE = [make_world_writable, make_group_writable, make_linked, make_foreign_owned]
@@ -70,15 +70,15 @@ def connect_trainer(place):
     ).close()
 
 
-@pytest.mark.parametrize("who", [connect_client, connect_or_launch, connect_trainer], ids=lambda one: one.__name__)
+@pytest.mark.parametrize("connect", [connect_client, connect_or_launch, connect_trainer], ids=lambda one: one.__name__)
 @pytest.mark.parametrize("unsafe", UNSAFE, ids=lambda one: one.__name__)
-def test_directory_writable_by_others_is_refused_before_connecting(foreign_agent, unsafe, who, monkeypatch):
-    if os.getuid() == 0 and unsafe is make_foreign_owned and who is connect_trainer:
+def test_directory_writable_by_others_is_refused_before_connecting(foreign_agent, unsafe, connect, monkeypatch):
+    if os.getuid() == 0 and unsafe is make_foreign_owned and connect is connect_trainer:
         pytest.skip("root may use the agent of the user that a configured directory belongs to")
     at, listener = foreign_agent
     unsafe(at.directory, monkeypatch)
     with pytest.raises(PeerRefusedError, match=r"must be a directory of user .* that no other user can write to"):
-        who(at)
+        connect(at)
     with pytest.raises(BlockingIOError):
         listener.accept()
 
@@ -88,31 +88,31 @@ def test_commands_report_an_unsafe_directory(foreign_agent, unsafe, monkeypatch)
     at, listener = foreign_agent
     unsafe(at.directory, monkeypatch)
     settings = settings_from_mapping({"agent": {"directory": str(at.directory)}})
-    with open_tier_client(settings) as sight:
-        assert sight.agent is None
-        assert "no other user can write to" in sight.agent_error
+    with open_tier_client(settings) as client:
+        assert client.agent is None
+        assert "no other user can write to" in client.agent_error
     with pytest.raises(BlockingIOError):
         listener.accept()
 
 
-@pytest.mark.parametrize("uid", [SOMEBODY, 0])
+@pytest.mark.parametrize("uid", [OTHER_UID, 0])
 def test_owner_of_the_socket_is_checked_with_the_kernel(foreign_agent, monkeypatch, uid):
-    """As when the directory is exchanged between the look and the connection."""
+    """The directory could be replaced between its check and the connection."""
     at, _ = foreign_agent
     real = os.getuid()
     monkeypatch.setattr("peerstore.server.store_client.peer_credentials", lambda _: (os.getpid(), uid))
     if uid in (real, 0):
         connect_to_agent(at.socket).close()
     else:
-        with pytest.raises(PeerRefusedError, match=f"a process of user {SOMEBODY} listens on"):
+        with pytest.raises(PeerRefusedError, match=f"a process of user {OTHER_UID} listens on"):
             connect_to_agent(at.socket)
 
 
 def test_only_root_trusts_the_owner_of_a_named_directory(tmp_path, monkeypatch):
     owner = tmp_path.stat().st_uid
     tmp_path.chmod(0o700)
-    monkeypatch.setattr(os, "getuid", lambda: SOMEBODY)
-    if owner != 0:  # which everybody trusts
+    monkeypatch.setattr(os, "getuid", lambda: OTHER_UID)
+    if owner != 0:  # every user trusts root
         with pytest.raises(PermissionError):
             trusted_users(tmp_path, named=True)
     monkeypatch.setattr(os, "getuid", lambda: 0)

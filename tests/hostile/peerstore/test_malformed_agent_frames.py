@@ -1,4 +1,4 @@
-"""Frames nobody who follows the protocol would send: a typed error or a closed door, and the agent keeps serving."""
+"""Malformed frames, to which an agent replies with a typed error or a closed connection."""
 
 import contextlib
 import re
@@ -31,7 +31,7 @@ def agent():
 
 @pytest.fixture
 def raw_connection(agent):
-    """Connections to the agent, without a client's manners."""
+    """Open raw connections to the agent, after a greeting or without one."""
     with contextlib.ExitStack() as stack:
 
         def connect(*, greet: bool = True) -> socket.socket:
@@ -86,7 +86,7 @@ def test_hostile_frame_gets_a_typed_error_and_leaks_nothing(agent, raw_connectio
     assert_still_serves(agent)
 
 
-def test_a_wrong_request_does_not_cost_the_connection(agent, raw_connection):
+def test_wrong_request_does_not_close_the_connection(agent, raw_connection):
     sock = raw_connection()
     for _ in range(3):
         sock.sendall((FILES / "request-op-unknown.frame").read_bytes())
@@ -127,7 +127,7 @@ def test_excess_connections_are_refused_until_others_close(agent):
         assert client.epoch("victim") == 1
 
 
-def test_a_client_that_never_reads_does_not_stop_the_others(agent, raw_connection):
+def test_client_that_never_reads_does_not_stop_the_others(agent, raw_connection):
     deaf = raw_connection()
     deaf.settimeout(0.2)
     ask = AgentRequest("list_shards", message_codec.encode_raw_message({"job": None}))

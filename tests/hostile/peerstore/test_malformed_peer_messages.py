@@ -1,4 +1,4 @@
-"""What no peer would send: that connection ends, with its reason in the log, and the listener goes on for others."""
+"""Malformed messages of peers: the listener closes that connection, logs the reason and serves others."""
 
 import contextlib
 import queue
@@ -31,7 +31,7 @@ MIB = 1 << 20
 
 
 class PeerListener:
-    """Admits peers of the job ``victim`` and answers each message with the size of its payload."""
+    """A listener for peers of the job ``victim`` that answers each message with the size of its payload."""
 
     def __init__(self):
         self.met, self.ended = queue.Queue(), queue.Queue()
@@ -57,7 +57,7 @@ class PeerListener:
         channel.close()
 
     def wait_disconnected(self):
-        """Nobody is served any more, and what ended them is forgotten."""
+        """Wait until all connections have ended, and clear their records."""
         deadline = time.monotonic() + PATIENCE_S
         while self.listener._serving._channels and time.monotonic() < deadline:
             time.sleep(0.001)
@@ -77,7 +77,7 @@ def agent():
 
 @pytest.fixture
 def raw_connection(agent):
-    """Connections to the agent: of nobody, of one that was challenged, or of one that has proven who it is."""
+    """Open raw connections to the agent: unauthenticated, challenged or authenticated."""
     with contextlib.ExitStack() as stack:
 
         def connect(stage="stranger"):
@@ -112,7 +112,7 @@ def receive_exactly(sock, size):
 
 
 def is_closed(sock):
-    """Whether the other side has closed; a reset is as good: it did not read all of it."""
+    """Return whether the other side has closed or reset the connection."""
     with contextlib.suppress(ConnectionResetError):
         while sock.recv(1 << 16):
             """An answer to what was still a message."""
@@ -153,12 +153,12 @@ def test_recorded_handshake_is_refused(agent, raw_connection):
     sock = raw_connection("challenged")
     first = raw_connection()
     first.sendall(encode_message(HELLO))
-    said = encode_message(
+    message = encode_message(
         Proof(hmac_proof(SECRET, "client", msgspec.convert(HELLO, Hello), read_message(first, Challenge)))
     )
-    first.sendall(said)
+    first.sendall(message)
     assert read_message(first, Welcome) == Welcome()
-    sock.sendall(said)
+    sock.sendall(message)
     assert read_message(sock, Welcome).refused
     assert is_closed(sock)
     assert isinstance(agent.ended.get(timeout=PATIENCE_S), PeerRefusedError)
@@ -234,7 +234,7 @@ def test_many_silent_peers_block_no_other_peer(agent, raw_connection, monkeypatc
         assert isinstance(agent.ended.get(timeout=PATIENCE_S), PeerUnreachableError)
 
 
-def test_a_member_that_never_reads_does_not_stop_the_others(agent, raw_connection):
+def test_member_that_never_reads_does_not_stop_the_others(agent, raw_connection):
     deaf = raw_connection("member")
     deaf.settimeout(0.2)
     with contextlib.suppress(TimeoutError):

@@ -1,7 +1,7 @@
-"""Writes the hostile files: ``python -m tests.hostile.tieredckpt.make``.
+"""Generator of the hostile files: ``python -m tests.hostile.tieredckpt.make``.
 
-Each is a manifest, a shard's index or a layout that once fooled a reader, or could: damaged by chance, or made by
-somebody who knows the format, with every digest right.
+Each file is a manifest, a shard index or a layout that could mislead a reader. Some are damaged at random. Others are
+forged with knowledge of the format, and all their digests are right.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Tree = dict[str, Any]
 
 
 def good_manifest() -> Tree:
-    """A manifest as plain values, of one shard with two tensors and an object."""
+    """Return a valid manifest of one shard with two tensors and an object, as plain values."""
     tensors = [
         TensorEntry("a", "float32", (64,), Box((0,), (64,)), 4),
         TensorEntry("b", "int64", (4, 8), Box((0, 0), (4, 8)), 8),
@@ -66,7 +66,7 @@ def envelope(body: Any, *, form: Any = 1, kind: Any = "manifest", **more: Any) -
 
 
 def changed_manifest(change: Callable[[Tree], None]) -> bytes:
-    """The good manifest with one thing done to it, and every digest right again."""
+    """Apply one change to the valid manifest, and correct every digest."""
     tree = copy.deepcopy(good_manifest())
     change(tree)
     return manifest_file(envelope(tree))
@@ -85,7 +85,7 @@ def change_meta(**changes: Any) -> Callable[[Tree], None]:
 
 
 def change_layout(change: Callable[[Tree], None]) -> Callable[[Tree], None]:
-    """The same with the layout, under its new digest."""
+    """Return a change to a manifest that edits its layout and corrects the digest."""
 
     def apply(tree: Tree) -> None:
         (data,) = tree["layouts"].values()
@@ -112,7 +112,7 @@ def duplicate_shards(tree: Tree) -> None:
 
 
 NEST = b"\x91" * 100_000 + b"\xc0"
-"""An array in an array in an array."""
+"""Deeply nested arrays."""
 
 
 def nested_manifest() -> bytes:
@@ -127,13 +127,13 @@ def flipped_manifest(at: float) -> bytes:
 
 
 def claimed_size(size: int) -> bytes:
-    """A zstd frame that says it unpacks to ``size`` bytes and holds next to nothing."""
+    """Build an almost empty zstd frame that claims to unpack to ``size`` bytes."""
     frame = b"\x28\xb5\x2f\xfd" + bytes([0b11100000]) + size.to_bytes(8, "little") + b"\x01\x00\x00"
     return b"TCKP" + frame + xxhash.xxh3_64_digest(frame)
 
 
 def unsized_frame() -> bytes:
-    """A frame that does not say what it unpacks to."""
+    """Build a zstd frame without an unpacked size."""
     packer = zstandard.ZstdCompressor(write_content_size=False)
     packed = packer.compress(b"\0" * (64 << 20))
     return b"TCKP" + packed + xxhash.xxh3_64_digest(packed)

@@ -1,4 +1,4 @@
-"""Whoever can write to the durable tier plants what runs when it is unpickled: it does not run, and loads name it."""
+"""Planted pickles in the durable tier: they do not run, and the error names the object."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 
 class TouchesFileOnLoad:
-    """Makes a file when it is unpickled."""
+    """An object that makes a directory when it is unpickled."""
 
     def __init__(self, path):
         self.path = str(path)
@@ -50,7 +50,7 @@ def load_error(state, reader):
 # -- objects of a step ------------------------------------------------------------------------------------------------
 
 
-def test_an_object_of_a_planted_step_does_not_run(agent_dir, tmp_path, monkeypatch):
+def test_planted_object_does_not_run(agent_dir, tmp_path, monkeypatch):
     monkeypatch.setenv("TIEREDCKPT_DURABLE_URL", f"file://{tmp_path}/bucket")
     ran = tmp_path / "ran"
     state = {"model": {"weight": torch.ones(3)}, "extra": {"seen": TouchesFileOnLoad(ran)}}
@@ -61,7 +61,7 @@ def test_an_object_of_a_planted_step_does_not_run(agent_dir, tmp_path, monkeypat
             ckpt.restore({"model": {"weight": torch.zeros(3)}, "extra": {"seen": 0}})
         assert not ran.exists()
         found = {"model": {"weight": torch.zeros(3)}}
-        assert ckpt.restore(found, strict=False) == 1  # what is data can be had without it
+        assert ckpt.restore(found, strict=False) == 1  # tensors can be restored without the object
         assert found["model"]["weight"].eq(1).all()
     error = load_error({"extra": {"seen": 0}}, TieredReader("tiered://job"))
     assert isinstance(error, UntrustedObjectError)
@@ -105,9 +105,9 @@ def test_save_warns_once_about_objects_a_restore_refuses(agent_dir, caplog, way)
                 assert ckpt.save(state, step).ok
             else:
                 dcp.save(state, storage_writer=TieredWriter("tiered://job", step), no_dist=True)
-    said = [record.message for record in caplog.records if "will refuse" in record.message]
-    assert len(said) == 1
-    assert said[0].startswith(f"{name} is saved, but a restore will refuse to load it")
+    messages = [record.message for record in caplog.records if "will refuse" in record.message]
+    assert len(messages) == 1
+    assert messages[0].startswith(f"{name} is saved, but a restore will refuse to load it")
 
 
 STATES = {
@@ -190,7 +190,7 @@ def bucket(tmp_path, monkeypatch):
 
 
 def plant_step(bucket, tmp_path, evil):
-    """A newer step than any the job has, which the job never wrote."""
+    """Write a step that is newer than all steps of the job."""
     folder = bucket / "job" / "step-900"
     dcp.save({"weight": torch.ones(3), "seen": evil}, checkpoint_id=str(folder), no_dist=True)
     return folder

@@ -1,4 +1,4 @@
-"""Files that are no checkpoint, or a wrong one: a typed error, the older step, no memory taken, nothing lost."""
+"""Malformed checkpoint files, which cause a typed error or a restore of the older step."""
 
 import re
 import resource
@@ -24,14 +24,17 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 HOSTILE = sorted(FILES.iterdir())
 FUTURE = {"future.manifest", "far-future.manifest"}
 BUILD_DEPENDENT = {"dtype-unknown.manifest"}
-"""Right in themselves: only whoever has the element types can tell."""
+"""Valid files whose element types only some builds of torch know."""
 GROUP = VersionId(1, STEP, 0, "abc")
 hostile = pytest.mark.parametrize("file", HOSTILE, ids=lambda path: path.stem)
 
 
 @pytest.fixture
 def limited_memory():
-    """Whoever allocates what a file claims (2 GiB), fails; every thread reserves 128 MiB for its heap, so not less."""
+    """Limit the address space, so that allocating the 2 GiB that a file claims fails.
+
+    Every thread reserves 128 MiB for its heap, so a lower limit is not possible.
+    """
     used = int(re.search(r"VmSize:\s+(\d+) kB", Path("/proc/self/status").read_text())[1]) << 10
     before = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (used + (7 << 28), before[1]))
@@ -45,7 +48,7 @@ def state_at(step):
 
 @pytest.fixture(scope="module")
 def good_step(tmp_path_factory):
-    """A durable tier with step 1."""
+    """Create a durable tier with step 1."""
     root = tmp_path_factory.mktemp("durable")
     with memory_node(), Checkpointer(JOB, durable=f"file://{root}", on_sigterm="ignore") as ckpt:
         ckpt.save(state_at(1), 1).wait("durable")
@@ -105,11 +108,11 @@ def test_single_malformed_manifest_is_an_error_and_no_fresh_start(file, tmp_path
         with pytest.raises((CheckpointDamagedError, FormatVersionError)):
             ckpt.restore(state)
         assert_same_bits(state_at(9), state)
-        assert ckpt.save(state, 10).wait("durable").value == "durable"  # and training goes on
+        assert ckpt.save(state, 10).wait("durable").value == "durable"  # training continues
         assert ckpt.restore(zeros_like_state(state)) == 10
 
 
-# -- names of objects that lead elsewhere -------------------------------------------------------------------------
+# -- foreign object names -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -167,8 +170,8 @@ def flip_byte(data, at):
 
 
 @pytest.mark.parametrize("harm", HARM)
-def test_a_damaged_shard_is_never_loaded(harm, good_step, tmp_path):
-    """With an older step, that one; without, an error. Bytes nobody needs may be anything."""
+def test_damaged_shard_is_never_loaded(harm, good_step, tmp_path):
+    """The older step is restored, or without one an error is raised. Surplus bytes at the end are ignored."""
     root = Path(shutil.copytree(good_step, tmp_path / "durable"))
     with memory_node(), Checkpointer(JOB, durable=f"file://{root}", on_sigterm="ignore") as ckpt:
         ckpt.save(state_at(2), 2).wait("durable")
@@ -183,13 +186,13 @@ def test_a_damaged_shard_is_never_loaded(harm, good_step, tmp_path):
     old.write_bytes(HARM["zeros"](old.read_bytes()))
     if not unread:
         with memory_node(), Checkpointer(JOB, durable=f"file://{root}", on_sigterm="ignore") as ckpt:
-            for _ in range(2):  # nor is it forgotten that there was something
+            for _ in range(2):  # a second restore must not treat the store as empty
                 with pytest.raises(CheckpointDamagedError):
                     ckpt.restore(zeros_like_state(state_at(0)))
 
 
 def test_false_safetensors_header_is_detected(good_step, tmp_path):
-    """The layout says where tensors are; the header is for other tools. It is covered by the checksums all the same."""
+    """Restores use the layout and not the header, but the checksums cover both."""
     root = Path(shutil.copytree(good_step, tmp_path / "durable"))
     (path,) = shard_files(root)
     data = path.read_bytes()

@@ -1,4 +1,4 @@
-"""Clients that are torn off, too large, or up to something: nothing is lost by them, and nothing of them stays."""
+"""Truncated, oversized and malicious requests to the memory service, which must lose and leak nothing."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MIB = 1 << 20
 
 
 class ServedNamespace:
-    """Our service with a namespace of one rank, and what is behind it."""
+    """A memory service with a namespace of one rank."""
 
     def __init__(self, address: str, service: MemoryService, store: NodeStore) -> None:
         self.address = address
@@ -31,7 +31,7 @@ class ServedNamespace:
         assert request(address, "POST", "/v1/cp/namespaces/a?num_ranks=1").status == 200
 
     def send_raw(self, wire: bytes, *, end: bool = True) -> bytes:
-        """What comes of these bytes on a connection of their own, until it is closed."""
+        """Send bytes on a new connection, and return everything received until it closes."""
         host, _, port = self.address.rpartition(":")
         with socket.create_connection((host, int(port)), timeout=60) as connection:
             connection.sendall(wire)
@@ -70,7 +70,7 @@ PUT = "/v1/cp/checkpoints/a/0/{}"
 @pytest.mark.parametrize(
     "rest",
     [
-        b"Content-Length: 100\r\n\r\ntorn",
+        b"Content-Length: 100\r\n\r\npart",
         b"Content-Length: 3000000\r\n\r\n" + b"x" * 2_000_000,
         b"Transfer-Encoding: chunked\r\n\r\n5\r\ntor",
         b"Transfer-Encoding: chunked\r\n\r\n1e8480\r\n" + b"x" * 1_500_000,
@@ -97,7 +97,7 @@ def test_truncated_body_keeps_the_old_shard_and_leaks_no_lease(served_namespace:
     ],
 )
 def test_ambiguous_headers_are_refused(served_namespace: ServedNamespace, wire: bytes) -> None:
-    """Nobody on the way may have taken for a request what this server takes for a body, and no header for two."""
+    """A proxy could parse these headers differently, which would allow request smuggling."""
     assert served_namespace.send_raw(wire).startswith(b"HTTP/1.1 400 ")
     assert request(served_namespace.address, "GET", PUT.format(5)).status == 404
 
@@ -164,7 +164,7 @@ def test_unwanted_body_is_refused_before_it_is_sent(served_namespace: ServedName
 
 @pytest.mark.parametrize("served_namespace", ["64MiB"], indirect=True)
 def test_damage_found_during_a_response_closes_it(served_namespace: ServedNamespace) -> None:
-    """With nobody else to have the rest from: what a client gets is never whole and wrong."""
+    """No other node has a copy, so the response must not appear complete."""
     request(served_namespace.address, "POST", PUT.format(5), os.urandom(20 * MIB))
     served_namespace.damage_shard(5, at=19 * MIB)
     with pytest.raises(http.client.IncompleteRead):
@@ -225,7 +225,7 @@ def test_service_metrics_are_exported(served_namespace: ServedNamespace) -> None
     reporting = MemoryServiceMetrics(served_namespace.service, served_namespace.address)
     registry = CollectorRegistry()
     registry.register(reporting)
-    told = generate_latest(registry).decode()
+    text = generate_latest(registry).decode()
     for line in (
         'tieredckpt_memory_service_requests_total{kind="Get"} 2.0',
         "tieredckpt_memory_service_put_bytes_total 4.0",
@@ -234,6 +234,6 @@ def test_service_metrics_are_exported(served_namespace: ServedNamespace) -> None
         "tieredckpt_memory_service_namespaces 1.0",
         "tieredckpt_memory_service_shard_bytes 4.0",
     ):
-        assert line in told
+        assert line in text
     found = reporting.status()["namespaces"]["a"]
     assert (found["whole_steps"], found["steps"], found["size_bytes"]) == ([5], [5], 4)

@@ -1,4 +1,4 @@
-"""What comes with a checkpoint, a request or a file of somebody else's: numbers, places, names and lines that lie."""
+"""Untrusted numbers, paths, names and lines in checkpoints, requests and files."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_newest_epoch_ignores_implausible_numbers(epochs, newest):
 
 
 def test_object_with_the_largest_epoch_is_ignored(tmp_path):
-    """Nothing could follow it: whoever went on from it would be refused every number there is."""
+    """A job that resumed from the largest epoch could not begin another incarnation."""
     from tieredckpt.durable.retrying_store import open_store
 
     with contextlib.closing(open_store(f"file://{tmp_path}", DurableSettings())) as store:
@@ -82,7 +82,7 @@ def store():
         yield store
 
 
-# -- places in lists --------------------------------------------------------------------------------------------------
+# -- indices of lists -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -104,7 +104,7 @@ def test_lists_as_long_as_their_entries_are_valid():
     check_nested_paths({"a": ("a", 0), "b": ("b", "1000000000")})
 
 
-# -- a checkpoint that is copied to here ------------------------------------------------------------------------------
+# -- copied checkpoints -----------------------------------------------------------------------------------------------
 
 
 class RunsOnUnpickle:
@@ -124,7 +124,7 @@ def test_copying_a_malicious_checkpoint_runs_no_code(agent_dir, tmp_path):
     assert not ran.exists()
 
 
-# -- what is shown ----------------------------------------------------------------------------------------------------
+# -- terminal and HTML output -----------------------------------------------------------------------------------------
 
 EVIL = "layer\x1b]0;owned\x07\x1b[2J\x9b31m\u202eexe.gpj\r[bold]x[/bold]"
 
@@ -138,11 +138,11 @@ def test_terminal_control_characters_are_escaped(terminal, monkeypatch):
     screen.out.print(text_table(["name", "size"], [[escape(EVIL), "[bold]1[/bold]"]]))
     screen.info(EVIL)
     screen.report_error(CheckpointDamagedError(EVIL))
-    said = out.getvalue()
-    assert "\\x1b]0;owned" in said
-    assert "[bold]x" in said
+    text = out.getvalue()
+    assert "\\x1b]0;owned" in text
+    assert "[bold]x" in text
     for bad in ("\x1b]", "\x1b[2J", "\x9b", "\u202e", "\x07", "\r"):
-        assert bad not in said
+        assert bad not in text
 
 
 def test_markup_in_a_layout_is_shown_as_text():
@@ -182,7 +182,7 @@ def test_yaml_aliases_of_recipes_are_read():
 
 
 @pytest.mark.parametrize("mode", [0o644, 0o640, 0o602])
-def test_a_key_that_others_can_read_is_refused(tmp_path, mode, store):
+def test_key_readable_by_others_is_refused(tmp_path, mode, store):
     files = node_files(tmp_path)
     assert stat.S_IMODE(files.key.stat().st_mode) == 0o600
     files.context(server=True)
@@ -241,7 +241,7 @@ def test_names_of_this_machine_are_served(service_address, host):
 
 
 def test_any_host_name_is_served_with_a_token():
-    """A page does not have the token, whatever name it uses."""
+    """A web page cannot send the token, even under another host name."""
     with our_server("8MiB", TokenCheck(b"a token that is long enough")) as address:
         shown = {"Host": "memory.example.com", "Authorization": "Bearer a token that is long enough"}
         assert request(address, "GET", DELETE, headers=shown).status == 404

@@ -1,4 +1,4 @@
-"""A copy is not what was sealed: in memory, on the wire, in its record. Nobody gets its bytes, and it is mended."""
+"""Copies damaged in memory, in transit or by a false record: never used, and repaired."""
 
 import threading
 
@@ -17,7 +17,7 @@ V1 = shard_key(1)
 
 @pytest.fixture
 def nodes():
-    """Three nodes; what n1 wrote has copies on all of them."""
+    """Create three nodes that all hold a copy of n1's shard."""
     with local_nodes("n1", "n2", "n3", copies=3) as made:
         made["n1"].write(V1, SIZE)
         made.wait_replicated(1)
@@ -26,7 +26,7 @@ def nodes():
 
 
 def wait_repaired(node, count=1):
-    wait_until(lambda: node.job_peers.repaired >= count, f"{node.name} has mended its copy")
+    wait_until(lambda: node.job_peers.repaired >= count, f"{node.name} has repaired its copy")
     assert node.has_intact_shard(V1)
     assert node.store.verify(V1) == ()
 
@@ -39,7 +39,7 @@ def test_flipped_byte_of_a_copy_is_refused_dropped_reported_and_repaired(nodes):
     wait_repaired(nodes["n2"])
     assert any("changed after it was sealed" in reason for reason in nodes["n2"].damage_reports())
     assert nodes["n3"].damage_reports() == nodes["n1"].damage_reports() == []
-    # It is the copy it was before: the node that wrote the shard still answers for it.
+    # The repair does not change the holders: n1, which wrote the shard, stays the first.
     assert nodes["n2"].shard_infos()[V1].holders == nodes["n3"].shard_infos()[V1].holders
     assert nodes["n2"].shard_infos()[V1].holders[0] == "n1"
 
@@ -54,24 +54,24 @@ def test_flipped_byte_of_the_original_is_repaired_from_a_copy(nodes):
 
 
 def test_holder_verifies_the_chunk_of_a_slice_before_sending(nodes):
-    """The reader of a slice cannot compare it with the seal itself."""
+    """The reader of a slice cannot compute the checksum of its chunk."""
     flip_byte(nodes["n2"].path(V1), CHUNK_BYTES + 10)
-    team = nodes["n1"].job_peers
-    (record,) = team.fetch_records("n3", V1.version_id)
+    peers = nodes["n1"].job_peers
+    (record,) = peers.fetch_records("n3", V1.version_id)
     start = CHUNK_BYTES + 500
     data = bytearray(100)
     target = ReadTarget(start, start + 100, memoryview(data))
-    alone = RangeReader(team.membership.client_for).read([ReadRequest(record, [target], ["n2"])])
+    alone = RangeReader(peers.membership.client_for).read([ReadRequest(record, [target], ["n2"])])
     assert {node for node, _, _ in alone.rejected_replicas} == {"n2"}
     assert data == bytes(100)
-    both = RangeReader(team.membership.client_for).read([ReadRequest(record, [target], ["n2", "n3"])])
+    both = RangeReader(peers.membership.client_for).read([ReadRequest(record, [target], ["n2", "n3"])])
     assert both.failed == {}
     assert data == shard_content(V1, SIZE)[start : start + 100]
     wait_repaired(nodes["n2"])
 
 
 def test_reader_continues_with_the_next_copy(nodes):
-    """Every piece of one copy is bad: whichever of them is asked of it, the other copy has it."""
+    """All pieces of one copy are damaged, so every piece comes from the other copy."""
     for at in range(0, SIZE, MIB):
         flip_byte(nodes["n2"].path(V1), at)
     data, pulled = nodes["n1"].read(V1, sources=["n2", "n3"], streams=1)
@@ -110,10 +110,10 @@ def test_persistently_damaging_path_is_abandoned(nodes):
 
 
 def test_pooled_connection_closed_by_the_peer_is_reopened(nodes):
-    """The other agent was started again since: there is nothing wrong with its copy."""
-    team = nodes["n1"].job_peers
-    (record,) = team.fetch_records("n2", V1.version_id)
-    peer = team.membership.client_for("n2")
+    """The other agent has restarted, and its copy is intact."""
+    peers = nodes["n1"].job_peers
+    (record,) = peers.fetch_records("n2", V1.version_id)
+    peer = peers.membership.client_for("n2")
     with peer.connection(), peer.connection(fresh=True):
         pass
     for line in peer._idle:
@@ -124,19 +124,19 @@ def test_pooled_connection_closed_by_the_peer_is_reopened(nodes):
     assert data == shard_content(V1, SIZE)
 
 
-def test_a_damaged_copy_does_not_end_the_reading_of_others_from_that_node(nodes):
-    """Its holder sees the damage itself, before a slice of it leaves, and has dropped it by the time it is told."""
+def test_damaged_copy_does_not_stop_reads_of_other_shards_from_its_node(nodes):
+    """The holder detects the damage before it sends a slice, and drops the copy itself."""
     other = shard_key(1, 1)
     nodes["n2"].write(other, SIZE, parts=2)
     flip_byte(nodes["n2"].path(V1), 5)
-    team = nodes["n3"].job_peers
-    records = {record.key: record for record in team.fetch_records("n2", V1.version_id)}
+    peers = nodes["n3"].job_peers
+    records = {record.key: record for record in peers.fetch_records("n2", V1.version_id)}
     slice_of, data = bytearray(100), bytearray(SIZE)
-    wishes = [
+    requests = [
         ReadRequest(records[V1], [ReadTarget(10, 110, memoryview(slice_of))], ["n2"]),
         ReadRequest(records[other], [ReadTarget(0, SIZE, memoryview(data))], ["n2"]),
     ]
-    pulled = RangeReader(team.membership.client_for, streams=1).read(wishes)
+    pulled = RangeReader(peers.membership.client_for, streams=1).read(requests)
     assert pulled.failed.keys() == {V1}
     assert data == shard_content(other, SIZE)
 
@@ -155,17 +155,15 @@ def test_path_that_damages_everything_makes_no_copy_and_is_reported(nodes):
     for payload in range(1000):
         nodes.network.flip_bit("n1", "n2", payload=payload, byte=5)
     nodes["n1"].write(shard_key(2), SIZE)
-    trouble = wait_until(lambda: nodes["n1"].job_peers.replicator.last_errors(shard_key(2)), "a copy was refused")
-    assert "arrived damaged twice" in trouble
+    errors = wait_until(lambda: nodes["n1"].job_peers.replicator.last_errors(shard_key(2)), "a copy was refused")
+    assert "arrived damaged twice" in errors
     wait_until(lambda: nodes.holders(shard_key(2)) == {"n1", "n3"}, "the other partner has its copy")
-    wait_until(
-        lambda: nodes["n1"].job_peers.replicator.statuses()[-1].unplaceable == 1, "one copy less than there should be"
-    )
+    wait_until(lambda: nodes["n1"].job_peers.replicator.statuses()[-1].unplaceable == 1, "one copy is missing")
     assert not nodes["n2"].holds(shard_key(2))
 
 
 def falsify_checksums(node):
-    """From now on the node describes its copy with other checksums."""
+    """Replace the checksums in a node's record of its copy."""
     with node.store.table.exclusive():
         slot, record = node.store.table.find_shard(V1)
         sums = bytes(byte ^ 0x55 for byte in record.checksums)
@@ -174,7 +172,7 @@ def falsify_checksums(node):
 
 @pytest.mark.parametrize("liar", ["n2", "n3"])
 def test_false_record_of_one_of_two_holders_is_outvoted_by_the_data(liar):
-    """With one voice against another, the bytes decide."""
+    """The two holders' records disagree, so the data decides."""
     with local_nodes("n1", "n2", "n3", "n4", copies=2) as nodes:
         writer = next(node for node in nodes if liar in node.job_peers.replicator.partners)
         of = shard_key(1)
@@ -186,10 +184,10 @@ def test_false_record_of_one_of_two_holders_is_outvoted_by_the_data(liar):
         data, pulled = reader.read(of)
         assert pulled.failed == {}
         assert data == shard_content(of, SIZE)
-        # The liar's bytes are good, only its record is not: once that is replaced it may serve them, too.
+        # The liar's data is intact, so it may serve reads as soon as its record is replaced.
         assert set(pulled.bytes_from) <= {writer.name, liar}
         wait_until(nodes[liar].damage_reports, "the wrong record is dropped")
-        wait_until(lambda: nodes[liar].holds(of) and nodes[liar].store.verify(of) == (), "a good copy is there again")
+        wait_until(lambda: nodes[liar].holds(of) and nodes[liar].store.verify(of) == (), "the liar's copy is repaired")
         assert nodes[liar].has_intact_shard(of)
 
 
@@ -217,9 +215,9 @@ def test_copy_with_a_false_record_is_found_when_offered_again():
         nodes["n1"].write(V1, SIZE)
         nodes.wait_replicated(1)
         falsify_checksums(nodes["n2"])
-        nodes.restart("n1")  # and asks who has its copies
-        wait_until(nodes["n2"].damage_reports, "n2 has looked at its copy")
-        wait_until(lambda: nodes["n2"].holds(V1), "it was fetched, or sent again")
+        nodes.restart("n1")  # which offers its copies again
+        wait_until(nodes["n2"].damage_reports, "n2 has verified its copy")
+        wait_until(lambda: nodes["n2"].holds(V1), "n2 has an intact copy again")
         assert nodes["n2"].has_intact_shard(V1)
         assert nodes["n2"].store.verify(V1) == ()
         assert nodes["n2"].shard_infos()[V1].holders == ("n1", "n2")
@@ -230,15 +228,15 @@ def test_copy_is_repaired_when_a_holder_becomes_reachable():
     with local_nodes("n1", "n2", copies=2) as nodes:
         nodes["n1"].write(V1, SIZE)
         nodes.wait_replicated(1)
-        asked = threading.Event()
+        queried = threading.Event()
 
         def raise_unavailable():
-            asked.set()
-            raise UnavailableError("ask again")
+            queried.set()
+            raise UnavailableError("try again")
 
         nodes["n1"].job_peers.local_inventory = raise_unavailable
         flip_byte(nodes["n2"].path(V1), 0)
         assert nodes["n2"].store.verify(V1) == (0,)
-        assert asked.wait(60)
+        assert queried.wait(60)
         del nodes["n1"].job_peers.local_inventory
         wait_repaired(nodes["n2"])

@@ -1,4 +1,4 @@
-"""Which bytes move, and from whom: what did not change is not sent again, and a source that dies is replaced."""
+"""Transfers of only the needed bytes, and replacement of a lost source."""
 
 import gc
 from concurrent.futures import ThreadPoolExecutor
@@ -16,7 +16,7 @@ SIZE = CHUNKS * CHUNK_BYTES
 
 
 def write_version(node, of, changed):
-    """A version of which only these chunks differ from the one before; what was written."""
+    """Write a version in which only these chunks differ from version 0, and return its bytes."""
     data = bytearray(shard_content(shard_key(0), SIZE))
     for chunk in changed:
         data[chunk * CHUNK_BYTES : (chunk + 1) * CHUNK_BYTES] = shard_content(of, CHUNK_BYTES)
@@ -37,7 +37,7 @@ def test_chunks_that_did_not_change_are_not_sent_again():
         assert (totals.sent_bytes, totals.skipped_bytes) == (SIZE + 2 * CHUNK_BYTES, SIZE - 2 * CHUNK_BYTES)
         assert load_shard(nodes["n2"].store, shard_key(2)) == data
         assert nodes["n2"].store.verify(shard_key(2)) == ()
-        write_version(n1, shard_key(3), (1, 4))  # of another version: none of the two is as before
+        write_version(n1, shard_key(3), (1, 4))  # these two chunks differ in every version
         nodes.wait_replicated(3)
         assert totals.sent_bytes == SIZE + 4 * CHUNK_BYTES
 
@@ -52,7 +52,7 @@ def test_damage_of_an_older_version_is_not_copied_into_the_next():
         nodes.wait_replicated(2)
         assert load_shard(n2.store, shard_key(2)) == data
         assert n2.store.verify(shard_key(2)) == ()
-        assert totals.sent_bytes == SIZE + 2 * CHUNK_BYTES  # what changed, and what was damaged there
+        assert totals.sent_bytes == SIZE + 2 * CHUNK_BYTES  # the changed chunk and the damaged one
 
 
 def test_reader_switches_to_the_other_source_when_one_dies():
@@ -61,14 +61,14 @@ def test_reader_switches_to_the_other_source_when_one_dies():
         nodes.wait_replicated(1)
         (other,) = nodes.holders(shard_key(1)) - {"n1"}
         reader = next(node for node in nodes if node.name not in ("n1", other))
-        nodes.network.stall("n1", reader.name)  # until the other one is gone, nothing comes from here
+        nodes.network.stall("n1", reader.name)  # n1 sends no data until the other source is lost
         record = nodes[other].store.reader.records("job", shard_key(1).version_id)[0]
         data = bytearray(record.size_bytes)
-        wish = ReadRequest(record, [ReadTarget(0, len(data), memoryview(data))], [other, "n1"])
-        with ThreadPoolExecutor(1) as aside:
+        request = ReadRequest(record, [ReadTarget(0, len(data), memoryview(data))], [other, "n1"])
+        with ThreadPoolExecutor(1) as executor:
             nodes.network.drop_after(other, reader.name, 6 * MIB)
-            pulling = aside.submit(RangeReader(reader.job_peers.membership.client_for, streams=1).read, [wish])
-            wait_until(lambda: nodes.network._way(other, reader.name).drop_after is None, "it broke in the middle")
+            pulling = executor.submit(RangeReader(reader.job_peers.membership.client_for, streams=1).read, [request])
+            wait_until(lambda: nodes.network._way(other, reader.name).drop_after is None, "the transfer was cut")
             nodes.lose(other)
             nodes.network.heal("n1", reader.name)
             pulled = pulling.result(120)
@@ -87,7 +87,7 @@ def test_reader_receives_only_its_ranges(count):
         step = SIZE // count
         targets = [(at * step, at * step + min(step, 1000)) for at in range(count)]
         buffers = [bytearray(stop - start) for start, stop in targets]
-        wish = ReadRequest(
+        request = ReadRequest(
             record,
             [
                 ReadTarget(start, stop, memoryview(buffer))
@@ -96,21 +96,21 @@ def test_reader_receives_only_its_ranges(count):
             ["n1"],
         )
         before = nodes["n1"].node_peers.server.range_server.sent_bytes
-        pulled = RangeReader(nodes["n2"].job_peers.membership.client_for).read([wish])
+        pulled = RangeReader(nodes["n2"].job_peers.membership.client_for).read([request])
         assert pulled.failed == {}
-        whole = shard_content(shard_key(1), SIZE)
-        assert [bytes(buffer) for buffer in buffers] == [whole[start:stop] for start, stop in targets]
+        content = shard_content(shard_key(1), SIZE)
+        assert [bytes(buffer) for buffer in buffers] == [content[start:stop] for start, stop in targets]
         sent = nodes["n1"].node_peers.server.range_server.sent_bytes - before
         assert sent == pulled.bytes_from["n1"] == sum(stop - start for start, stop in targets)
 
 
 def test_connection_drops_finished_transfers():
-    """One is kept for as long as the job runs: what it remembered of every copy would only grow."""
+    """A connection lasts as long as the job, so its records of transfers must not accumulate."""
     with local_nodes("n1", "n2", copies=2) as nodes:
         for version in range(5):
             nodes["n1"].write(shard_key(version), MIB)
             nodes.wait_replicated(version)
-        teams = {id(nodes[name].job_peers) for name in ("n1", "n2")}
-        talks = [one for one in gc.get_objects() if type(one) is _PeerSession and id(one._job_peers) in teams]
-        assert talks
-        wait_until(lambda: not any(one._offered for one in talks), "every copy that was begun is forgotten")
+        peers = {id(nodes[name].job_peers) for name in ("n1", "n2")}
+        sessions = [one for one in gc.get_objects() if type(one) is _PeerSession and id(one._job_peers) in peers]
+        assert sessions
+        wait_until(lambda: not any(one._offered for one in sessions), "no session remembers a transfer")

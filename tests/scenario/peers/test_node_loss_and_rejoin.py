@@ -1,4 +1,4 @@
-"""Nodes are lost, come back with what they had or without it, and lose each other: copies are made again."""
+"""Replication after node losses, rejoins and partitions."""
 
 import contextlib
 import threading
@@ -20,7 +20,7 @@ def rack_of(name):
 
 
 def save_version(nodes, version, **options):
-    """Every node writes its part of a version."""
+    """Write a version, one part per node, and return its keys."""
     parts = sorted(node.name for node in nodes)
     for part, name in enumerate(parts):
         nodes[name].write(shard_key(version, part, **options), SIZE, parts=len(parts))
@@ -28,7 +28,7 @@ def save_version(nodes, version, **options):
 
 
 def assert_copies(nodes, keys, *, copies):
-    """Every shard has so many good copies, and any node can read all of it."""
+    """Check that every shard has this many intact copies and that every node can read it."""
     for of in keys:
         wait_until(lambda of=of: len(nodes.holders(of)) >= copies, f"{of} has {copies} copies")
         for name in nodes.holders(of):
@@ -41,7 +41,7 @@ def assert_copies(nodes, keys, *, copies):
                 assert data == shard_content(of, SIZE)
 
 
-def test_two_of_four_nodes_are_lost_at_once():
+def test_loss_of_two_of_four_nodes_keeps_two_copies():
     with local_nodes("n1", "n2", "n3", "n4", copies=3) as nodes:
         keys = save_version(nodes, 1)
         nodes.wait_replicated(1)
@@ -49,17 +49,17 @@ def test_two_of_four_nodes_are_lost_at_once():
         nodes.lose("n2")
         nodes.lose("n3")
         for node in nodes:
-            wait_until(lambda node=node: node.sees_alive("n1", "n4"), "the two that are left know it")
+            wait_until(lambda node=node: node.sees_alive("n1", "n4"), "the remaining nodes detect the loss")
         assert_copies(nodes, keys, copies=2)
-        wait_until(lambda: not any(node.job_peers.replicator.has_pending for node in nodes), "nothing is left to do")
+        wait_until(lambda: not any(node.job_peers.replicator.has_pending for node in nodes), "no copy is pending")
         assert all(
             one.unplaceable == 1 for node in nodes for one in node.job_peers.replicator.statuses() if one.is_owner
         )
 
 
 @pytest.mark.parametrize("rack", [("n1", "n2"), ("n3", "n4")])
-def test_a_rack_is_lost(rack):
-    """Two copies of everything, never both in one rack."""
+def test_loss_of_a_rack_keeps_a_copy_of_every_shard(rack):
+    """The two copies of a shard are never in one rack."""
     with local_nodes("n1", "n2", "n3", "n4", copies=2, labels=rack_of) as nodes:
         keys = save_version(nodes, 1)
         nodes.wait_replicated(1)
@@ -70,21 +70,20 @@ def test_a_rack_is_lost(rack):
         assert_copies(nodes, keys, copies=2)
 
 
-@pytest.mark.parametrize("when", ["settled", "being counted"])
-def test_the_node_that_counts_copies_is_lost(when):
+@pytest.mark.parametrize("when", ["replicated", "pending"])
+def test_lost_commit_leader_is_replaced(when):
     with local_nodes("n1", "n2", "n3", copies=2) as nodes:
         keys = save_version(nodes, 1)
-        if when == "settled":
+        if when == "replicated":
             nodes.wait_replicated(1)
         nodes["n1"].job_peers.replicator.wait_until(lambda: nodes["n1"].job_peers.replicator.totals.copies > 0, 60)
         nodes.lose("n1")
         for node in nodes:
             wait_until(lambda node=node: node.sees_alive("n2", "n3"))
-        there = [of for of in keys if nodes.holders(of)]
-        assert there == keys
+        assert all(nodes.holders(of) for of in keys)
         assert_copies(nodes, keys, copies=2)
         nodes.wait_replicated(1)
-        nodes["n2"].write(shard_key(2, 0), SIZE)  # its other parts never come: all of it has its copies all the same
+        nodes["n2"].write(shard_key(2, 0), SIZE)
         nodes.wait_replicated(2)
 
 
@@ -108,15 +107,15 @@ def test_agent_restarted_with_its_arena_rejoins_without_retransfers():
         nodes.wait_replicated(1)
         sent = nodes["n1"].job_peers.replicator.totals.sent_bytes
         nodes.restart("n2")
-        wait_until(lambda: nodes["n2"].shard_infos().keys() == {mine, other}, "both shards are adopted")
+        wait_until(lambda: nodes["n2"].shard_infos().keys() == {mine, other}, "n2 has loaded both shards")
         assert nodes["n2"].sees_alive("n1", "n2") or wait_until(lambda: nodes["n2"].sees_alive("n1", "n2"))
         assert nodes["n2"].shard_infos()[mine].holders == ("n1", "n2")
         assert nodes["n2"].shard_infos()[other].holders == ()
         wait_until(
-            lambda: "n1" in {node.id for node in nodes["n2"].job_peers.replicator.holders(other)}, "n1's copy counts"
+            lambda: "n1" in {node.id for node in nodes["n2"].job_peers.replicator.holders(other)}, "n2 counts n1's copy"
         )
         wait_until(
-            lambda: "n2" in {node.id for node in nodes["n1"].job_peers.replicator.holders(mine)}, "n2's copy counts"
+            lambda: "n2" in {node.id for node in nodes["n1"].job_peers.replicator.holders(mine)}, "n1 counts n2's copy"
         )
         wait_until(lambda: not any(node.job_peers.replicator.has_pending for node in nodes))
         assert nodes["n2"].job_peers.replicator.totals.sent_bytes == 0
@@ -144,12 +143,12 @@ def test_node_that_rejoins_after_a_newer_incarnation_is_fenced():
         for other in ("n1", "n2"):
             nodes.network.heal("n3", other)
         n3.open()
-        wait_until(lambda: n3.store.jobs.versions(JOB).owner == (epoch, "b"), "n3 has heard of the newer incarnation")
+        wait_until(lambda: n3.store.jobs.versions(JOB).owner == (epoch, "b"), "n3 knows the newer incarnation")
         with pytest.raises(FencedError, match="past incarnation"):
             n3.store.lease(shard_key(10, 2), SIZE, 3)
         nodes.wait_replicated(2, "n3")
         wait_until(lambda: not n3.job_peers.replicator.has_pending)
-        wait_until(lambda: nodes.holders(past) == {"n3"}, "n3 has verified what it kept")
+        wait_until(lambda: nodes.holders(past) == {"n3"}, "n3 has verified its shards")
         assert not nodes.holders(shard_key(2, 2))
         assert_copies(nodes, newer, copies=2)
 
@@ -175,7 +174,7 @@ def test_only_the_side_with_a_quorum_begins_a_new_incarnation(both):
         for node, of in zip(("n1", "n2"), newer, strict=True):
             nodes[node].write(of, SIZE, parts=2)
         nodes.wait_replicated(2, "n1", "n2")
-        # The other half goes on writing for the past; it cannot finish anything, and keeps what it can go back to.
+        # The other half continues to write for the old incarnation. It completes no version, and keeps version 1.
         for version in (2, 3, 4, 5):
             for part, name in ((2, "n3"), (3, "n4")):
                 with contextlib.suppress(ArenaBusyError):
@@ -197,20 +196,20 @@ def test_only_the_side_with_a_quorum_begins_a_new_incarnation(both):
 
 
 def test_minority_of_a_partition_evicts_nothing_even_with_all_parts():
-    """A job on one node, which is cut off: it could settle what it writes all by itself."""
+    """The job runs on the isolated node, which holds all parts of each version."""
     with local_nodes("n1", "n2", "n3", copies=2) as nodes:
         n1 = nodes["n1"]
         n1.write(shard_key(1), SIZE)
         nodes.wait_replicated(1)
         for other in ("n2", "n3"):
             nodes.network.cut("n1", other)
-        wait_until(lambda: not n1.job_peers.membership.has_quorum and n1.sees_alive("n1"), "n1 knows that it is alone")
+        wait_until(lambda: not n1.job_peers.membership.has_quorum and n1.sees_alive("n1"), "n1 has no quorum")
         wait_until(lambda: nodes["n2"].sees_alive("n2", "n3") and nodes["n3"].sees_alive("n2", "n3"))
         epoch = nodes["n2"].store.claim(JOB, "b")
         for version in (2, 3):
             nodes["n2"].write(shard_key(version, epoch=epoch, name="b"), SIZE)
             nodes.wait_replicated(version, "n2", "n3")
-        for version in (2, 3):  # it has two slots, and one more
+        for version in (2, 3):  # the node has two slots for a writer, and one more
             n1.write(shard_key(version), SIZE)
         wait_until(lambda: not n1.job_peers.replicator.has_pending)
         with pytest.raises(ArenaBusyError, match="not complete yet"):
@@ -240,14 +239,14 @@ def test_node_left_alone_continues_with_one_copy_and_reports_it():
 
 
 def lease_within(node, of):
-    """Written as soon as a slot comes free."""
+    """Write a shard as soon as a slot is free."""
     lease = node.store.lease(of, SIZE, 1, wait_s=60)
     write_slot(lease, shard_content(of, SIZE))
     node.store.seal(lease.id, SIZE)
 
 
 def test_replicated_version_is_kept_while_newer_copies_are_pending():
-    """The partner has no slot for a while: the writer may fill its own, and then has to wait."""
+    """The partner refuses copies for a while. The writer fills its own slots and then waits."""
     with local_nodes("n1", "n2", copies=2) as nodes:
         n1, receiving = nodes["n1"], nodes["n2"].node_peers.server.replica_receiver
         n1.write(shard_key(1), SIZE)
@@ -260,7 +259,10 @@ def test_replicated_version_is_kept_while_newer_copies_are_pending():
         assert n1.has_intact_shard(shard_key(1))
         assert n1.newest_replicated == 1
         assert nodes["n2"].holds(shard_key(1))
-        wait_until(lambda: "every slot is in use" in n1.job_peers.replicator.last_errors(shard_key(2)), "it says why")
+        wait_until(
+            lambda: "every slot is in use" in n1.job_peers.replicator.last_errors(shard_key(2)),
+            "n1 has recorded the reason",
+        )
         receiving.handle_offer = offer
         lease_within(n1, shard_key(4))
         nodes.wait_replicated(4)
@@ -269,11 +271,11 @@ def test_replicated_version_is_kept_while_newer_copies_are_pending():
 
 @pytest.mark.parametrize("end", ["n1", "n2", "n3"])
 def test_bad_path_delays_no_version(end):
-    """The third node reaches both ends, so both live: it takes the copies, and tells the scribe what it cannot hear."""
+    """The third node reaches both ends of the path, so both stay alive and it receives the copies."""
     with local_nodes("n1", "n2", "n3", copies=2) as nodes:
         (partner,) = nodes[end].job_peers.replicator.partners
         nodes.network.cut(end, partner)
-        for near, far in (end, partner), (partner, end):  # where TCP would give up connections after half a minute
+        for near, far in (end, partner), (partner, end):  # TCP would close the connections only after half a minute
             for line in list(nodes[near].job_peers.membership.client_for(far)._idle):
                 line.close()
         keys = [shard_key(1, part) for part in range(3)]
@@ -293,7 +295,7 @@ def raise_busy(*_):
 
 
 def test_restarted_agent_does_not_treat_unmet_nodes_as_dead():
-    """Neither are their shards its own, nor is anything settled because nobody else is there."""
+    """The agent neither takes over their shards nor reports a version as replicated."""
     patient = MembershipSettings(heartbeat_s=0.1, ping_timeout_s=100.0)
     with local_nodes("n1", "n2", copies=2, membership=patient) as nodes:
         mine, other = shard_key(1, 0), shard_key(1, 1)
@@ -303,8 +305,8 @@ def test_restarted_agent_does_not_treat_unmet_nodes_as_dead():
         nodes.network.cut("n1", "n2")
         nodes["n1"].write(shard_key(2), SIZE)
         n1 = nodes.restart("n1")
-        wait_until(lambda: n1.shard_infos().keys() == {mine, other, shard_key(2)}, "its shards are adopted")
-        n1.job_peers._changed()  # as whenever a node comes or goes
+        wait_until(lambda: n1.shard_infos().keys() == {mine, other, shard_key(2)}, "n1 has loaded its shards")
+        n1.job_peers._changed()  # as after every change of the membership
         n1.job_peers.replicator._report_to_leader()
         assert n1.job_peers.taken_over == 0
         assert n1.shard_infos()[other].holders == ("n2", "n1")
@@ -320,10 +322,10 @@ def test_isolated_node_catches_up_after_healing():
         save_version(nodes, 1)
         nodes.wait_replicated(1)
         nodes["n1"].node_peers.partition(3600.0)
-        wait_until(lambda: not nodes["n1"].job_peers.membership.has_quorum, "n1 is alone")
-        wait_until(lambda: nodes["n2"].sees_alive("n2", "n3"), "n2 does without n1")
+        wait_until(lambda: not nodes["n1"].job_peers.membership.has_quorum, "n1 has no quorum")
+        wait_until(lambda: nodes["n2"].sees_alive("n2", "n3"), "n2 has removed n1")
         keys = save_version(nodes, 2)
-        wait_until(lambda: nodes["n3"].holds(keys[1]), "those that see each other go on")
+        wait_until(lambda: nodes["n3"].holds(keys[1]), "the other nodes continue")
         assert [node.newest_replicated for node in nodes] == [1, 1, 1]
         nodes["n1"].node_peers.partition(0.0)
         nodes.wait_replicated(2)
@@ -331,13 +333,11 @@ def test_isolated_node_catches_up_after_healing():
 
 
 def test_reconnected_nodes_commit_without_waiting_for_the_next_period():
-    """A period here is longer than any test: what is settled is settled by nodes that have met at once."""
+    """The heartbeat period is longer than the test, so nodes must report as soon as they meet."""
     slow = MembershipSettings(heartbeat_s=3600.0)
     with local_nodes("n1", "n2", membership=slow) as nodes:
-        without = nodes.peers_config()
-        alone = msgspec.structs.replace(
-            without, member_list=member_list(without.member_list.version, [nodes["n1"].node])
-        )
+        config = nodes.peers_config()
+        alone = msgspec.structs.replace(config, member_list=member_list(config.member_list.version, [nodes["n1"].node]))
         for node in nodes:
             node.join(alone)
         assert nodes["n1"].sees_alive("n1")
@@ -348,28 +348,28 @@ def test_reconnected_nodes_commit_without_waiting_for_the_next_period():
 
 
 def test_node_pinged_during_a_member_list_change_joins():
-    """Its answer to the ping before was of a roster that did not have it any more; the next period is an hour away."""
+    """The reply to the earlier ping belongs to an old member list, and the next heartbeat is an hour away."""
     slow = MembershipSettings(heartbeat_s=3600.0)
     with local_nodes("n1", "n2", membership=slow) as nodes:
-        tending = nodes["n1"].job_peers.membership
-        came, has_come, go_on = tending._ping_acked, threading.Event(), threading.Event()
+        membership = nodes["n1"].job_peers.membership
+        ping_acked, acked, resumed = membership._ping_acked, threading.Event(), threading.Event()
 
         def signal_and_wait(node, answer):
-            came(node, answer)
-            has_come.set()
-            assert go_on.wait(60)
+            ping_acked(node, answer)
+            acked.set()
+            assert resumed.wait(60)
 
-        tending._ping_acked = signal_and_wait
+        membership._ping_acked = signal_and_wait
         try:
-            tending.run_period()
-            assert has_come.wait(60)
+            membership.run_period()
+            assert acked.wait(60)
             alone = member_list(nodes.peers_config().member_list.version, [nodes["n1"].node])
             for node in nodes:
                 node.join(msgspec.structs.replace(nodes.peers_config(), member_list=alone))
             nodes.join_all()
         finally:
-            tending._ping_acked = came
-            go_on.set()
+            membership._ping_acked = ping_acked
+            resumed.set()
         nodes["n1"].write(shard_key(1, 0), parts=2)
         nodes["n2"].write(shard_key(1, 1), parts=2)
         nodes.wait_replicated(1)

@@ -1,4 +1,4 @@
-"""Versions that somebody wants kept, or gives up: every node of the job hears of it."""
+"""Retained and deleted versions on all nodes of a job."""
 
 from concurrent.futures import ThreadPoolExecutor
 
@@ -23,11 +23,11 @@ def test_retained_version_is_kept_everywhere_until_released():
     with local_nodes(*ALL, copies=3) as nodes:
         write_everywhere(nodes, [1])
         nodes["n2"].store.retain("job", V1.version_id)
-        wait_until(lambda: nodes_retaining(nodes) == {*ALL}, "all have heard that it is kept")
+        wait_until(lambda: nodes_retaining(nodes) == {*ALL}, "all nodes retain the version")
         write_everywhere(nodes, range(2, 7))
         assert nodes.holders(V1) == {*ALL}
         nodes["n3"].store.retain("job", V1.version_id, kept=False)
-        wait_until(lambda: not nodes_retaining(nodes), "all have heard that it is not kept any more")
+        wait_until(lambda: not nodes_retaining(nodes), "all nodes have released the version")
         write_everywhere(nodes, range(7, 10))
         assert nodes.holders(V1) == set()
 
@@ -47,13 +47,13 @@ def test_deleted_version_is_gone_everywhere_and_stays_gone():
 def test_answering_nodes_delete_a_version_while_others_are_silent():
     names = [f"n{number}" for number in range(1, 10)]
     silent, last = names[1:7], names[8]
-    with local_nodes(*names, copies=2) as nodes, ThreadPoolExecutor(1) as dropping:
+    with local_nodes(*names, copies=2) as nodes, ThreadPoolExecutor(1) as executor:
         nodes[last].write(shard_key(1), MIB)
         nodes.wait_replicated(1)
         for one in silent:
             for other in names:
                 if other != one:
                     nodes.network.stall(one, other)
-        told = dropping.submit(nodes["n1"].job_peers.broadcast_delete, [shard_key(1).version_id])
-        wait_until(lambda: not nodes[last].holds(shard_key(1)), "it has given it up", timeout_s=20)
-        assert set(told.result()) == set(silent), "who has nothing of it is told as well"
+        deletion = executor.submit(nodes["n1"].job_peers.broadcast_delete, [shard_key(1).version_id])
+        wait_until(lambda: not nodes[last].holds(shard_key(1)), "the node has deleted the version", timeout_s=20)
+        assert set(deletion.result()) == set(silent), "the request must go to all nodes, also those without the version"

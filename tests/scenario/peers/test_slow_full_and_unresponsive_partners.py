@@ -1,4 +1,4 @@
-"""Partners that are slow, silent or full: the writer goes on, says what is missing, and others take the copy."""
+"""Replication with slow, silent or full partners."""
 
 import threading
 import time
@@ -23,7 +23,7 @@ def third_node(nodes, *names):
 
 
 def test_silent_partner_is_replaced_once_it_is_dead():
-    """It goes silent after it has accepted the connection: the copy that waits for its answer is not waited for."""
+    """The partner goes silent on an open connection, while a copy waits for its answer."""
     with local_nodes("n1", "n2", "n3", copies=2) as nodes:
         n1, silent = nodes["n1"], partner_of(nodes, "n1")
         n1.write(shard_key(0), SIZE)
@@ -40,13 +40,13 @@ def test_silent_partner_is_replaced_once_it_is_dead():
         for other in nodes:
             if other.name != silent:
                 nodes.network.heal(silent, other.name)
-        wait_until(lambda: all(node.sees_alive("n1", "n2", "n3") for node in nodes), "it is back")
+        wait_until(lambda: all(node.sees_alive("n1", "n2", "n3") for node in nodes), "all nodes see each other again")
         n1.write(shard_key(3), SIZE)
         nodes.wait_replicated(3)
         assert len(nodes.holders(shard_key(3))) >= 2
 
 
-def test_a_slow_partner_delays_copies_and_nothing_else():
+def test_slow_partner_delays_only_copies():
     with local_nodes("n1", "n2", copies=2) as nodes:
         n1 = nodes["n1"]
         nodes.network.delay("n1", "n2", 0.05)
@@ -59,23 +59,23 @@ def test_a_slow_partner_delays_copies_and_nothing_else():
 
 
 def test_copy_rate_limit_blocks_no_other_work():
-    """While one copy creeps along, this node answers, takes copies and is read from."""
+    """While one copy is slow, the node receives copies and serves reads."""
     with local_nodes("n1", "n2", copies=2) as nodes:
         n1, n2 = nodes["n1"], nodes["n2"]
-        begun, go_on = threading.Event(), threading.Event()
+        begun, released = threading.Event(), threading.Event()
 
         def copy_slowly(_size):
             begun.set()
-            go_on.wait(60)
+            released.wait(60)
 
         n1.job_peers.rate_limiter.acquire = copy_slowly
         n1.write(shard_key(1, 0), SIZE, parts=2)
         assert begun.wait(60)
         n2.write(shard_key(1, 1), SIZE, parts=2)
-        wait_until(lambda: n1.holds(shard_key(1, 1)), "it takes a copy")
+        wait_until(lambda: n1.holds(shard_key(1, 1)), "n1 receives a copy")
         assert n2.read(shard_key(1, 1), sources=["n1"])[1].failed == {}
         assert n1.newest_replicated == -1
-        go_on.set()
+        released.set()
         nodes.wait_replicated(1)
 
 
@@ -89,7 +89,7 @@ def test_full_partner_is_replaced_by_a_node_with_space():
         writer = next(name for name in names if name != full and partner_of(nodes, name) == full)
         roomy = third_node(nodes, writer, full)
         nodes[writer].write(shard_key(1), SIZE)
-        wait_until(lambda: nodes[roomy].holds(shard_key(1)), "the node with room has it")
+        wait_until(lambda: nodes[roomy].holds(shard_key(1)), "the node with space has the copy")
         nodes.wait_replicated(1)
         assert nodes.holders(shard_key(1)) == {writer, roomy}
         assert nodes[roomy].shard_infos()[shard_key(1)].holders == (writer, roomy)
@@ -104,8 +104,8 @@ def test_writer_continues_with_one_copy_and_a_reason_when_all_are_full():
         for version in range(1, 6):
             n1.write(shard_key(version), SIZE)
             nodes.wait_replicated(version)
-            (standing,) = [one for one in n1.job_peers.replicator.statuses() if one.key == shard_key(version)]
-            assert (standing.copies, standing.missing, standing.unplaceable) == (1, 0, 1)
+            (status,) = [one for one in n1.job_peers.replicator.statuses() if one.key == shard_key(version)]
+            assert (status.copies, status.missing, status.unplaceable) == (1, 0, 1)
             assert "does not fit: the memory budget is 2.0 MiB" in n1.job_peers.replicator.last_errors(
                 shard_key(version)
             )
@@ -118,49 +118,49 @@ def test_partner_requesting_nonexistent_chunks_blocks_no_other_copy():
         n1, liar = nodes["n1"], nodes["n2"].node_peers.server.replica_receiver
         liar.handle_offer = lambda *_: OfferReply("0123456789abcdef", ((0, 1 << 60),))
         n1.write(shard_key(1), SIZE)
-        wait_until(lambda: nodes["n3"].holds(shard_key(1)), "the honest one has its copy")
+        wait_until(lambda: nodes["n3"].holds(shard_key(1)), "the honest partner has its copy")
         assert n1.newest_replicated == -1
         assert n1.job_peers.replicator.totals.errors >= 1
         assert n1.has_intact_shard(shard_key(1))
 
 
 def test_black_hole_nodes_cause_no_suspicion_and_no_quorum_loss():
-    """They take connections and say nothing: what waits for them holds up no ping to anybody else."""
+    """The nodes accept connections but never answer. Calls to them must not delay other pings."""
     names = [f"n{number}" for number in range(1, 8)]
-    # All of them are in one process: one ping or another is late on a busy machine, and six in a row are not.
+    # All nodes share one process. Single pings may be late on a busy machine, but not six in a row.
     patient = MembershipSettings(heartbeat_s=0.1, suspect_after=6, dead_after_s=0.5)
     with local_nodes(*names, membership=patient) as nodes:
         first, *others = nodes
 
-        def standings():
+        def member_states():
             return {(node.name, other): node.job_peers.membership.state_of(other) for node in nodes for other in names}
 
-        wait_until(lambda: {*standings().values()} == {"alive"}, "all have met")
+        wait_until(lambda: {*member_states().values()} == {"alive"}, "all nodes are alive")
         for silent in others[:3]:
             nodes.network.stall(first.name, silent.name)
             nodes.network.stall(silent.name, first.name)
         seen = []
 
         def pinged_often():
-            seen.append(standings())
+            seen.append(member_states())
             seen.append(
                 {(node.name, ""): "alive" if node.job_peers.membership.has_quorum else "no quorum" for node in nodes}
             )
             return len(seen) > 1600
 
         wait_until(pinged_often)
-        assert {(who, standing) for one in seen for who, standing in one.items() if standing != "alive"} == set()
+        assert {(node, state) for one in seen for node, state in one.items() if state != "alive"} == set()
 
 
 def test_node_cut_off_during_a_call_closes_quickly():
-    """Also while it takes the others for alive."""
+    """The node closes quickly even while it considers the others alive."""
     with local_nodes("n1", "n2", membership=MembershipSettings(heartbeat_s=0.1, dead_after_s=600.0)) as nodes:
         n1 = nodes["n1"]
         n1.write(shard_key(0))
         nodes.wait_replicated(0)
-        nodes.network.stall("n2", "n1")  # on a connection that is there: the answer to an offer may take long
+        nodes.network.stall("n2", "n1")  # on an open connection, where the reply to an offer may take long
         n1.write(shard_key(1))
-        wait_until(lambda: n1.job_peers.replicator.in_flight, "it has offered a copy")
+        wait_until(lambda: n1.job_peers.replicator.in_flight, "n1 has offered a copy")
         nodes.network.cut("n1", "n2")
         began = time.monotonic()
         n1.close()

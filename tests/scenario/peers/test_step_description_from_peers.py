@@ -1,4 +1,4 @@
-"""What a node without any part of a step needs to describe it comes from nodes that have it, asked once each."""
+"""Layouts, tables and records of a step, fetched by a node that holds no part of it."""
 
 import contextlib
 from collections import Counter
@@ -47,11 +47,11 @@ def nodes():
 
 
 @pytest.fixture
-def asked(nodes, monkeypatch):
-    """Who was asked for what, by n1."""
-    asked = Counter()
-    tending = nodes["n1"].job_peers.membership
-    honest = tending.client_for
+def requests(nodes, monkeypatch):
+    """Count the requests of n1 by operation and node."""
+    requests = Counter()
+    membership = nodes["n1"].job_peers.membership
+    honest = membership.client_for
 
     def peer(node):
         found = honest(node)
@@ -60,24 +60,24 @@ def asked(nodes, monkeypatch):
             address = found.address
 
             def call(self, op, body, *args, **options):
-                asked[op, node] += op in ("blobs", "shard_records")
+                requests[op, node] += op in ("blobs", "shard_records")
                 return found.call(op, body, *args, **options)
 
         return Counted()
 
-    monkeypatch.setattr(tending, "client_for", peer)
-    return asked
+    monkeypatch.setattr(membership, "client_for", peer)
+    return requests
 
 
-def test_layouts_are_fetched_once_from_their_holders(nodes, asked):
+def test_layouts_are_fetched_once_from_their_holders(nodes, requests):
     others = PeerTier(nodes["n1"].node_peers)
-    found, everybody = others.blobs(JOB, [LAYOUT_BLOB_PREFIX + layout(part) for part in range(len(WRITERS))])
+    found, complete = others.blobs(JOB, [LAYOUT_BLOB_PREFIX + layout(part) for part in range(len(WRITERS))])
     assert found == {LAYOUT_BLOB_PREFIX + layout(part): text(part) for part in range(len(WRITERS))}
-    assert everybody
-    assert +asked == Counter({("blobs", writer): 1 for writer in WRITERS})
+    assert complete
+    assert +requests == Counter({("blobs", writer): 1 for writer in WRITERS})
 
 
-def test_oversized_blob_reply_is_continued(nodes, asked, monkeypatch):
+def test_oversized_blob_reply_is_continued(nodes, requests, monkeypatch):
     monkeypatch.setattr("peerstore.server.peer_server._MAX_BLOBS_BYTES", 4)
     many = [f"{LAYOUT_BLOB_PREFIX}{number:032x}" for number in range(100, 105)]
     for name in many:
@@ -86,7 +86,7 @@ def test_oversized_blob_reply_is_continued(nodes, asked, monkeypatch):
     assert found == {name: name.encode() for name in many}
 
 
-def test_blob_without_a_known_holder_is_requested_from_others(nodes, asked):
+def test_blob_without_a_known_holder_is_requested_from_others(nodes, requests):
     nodes["n4"].store.put_blob(JOB, LAYOUT_BLOB_PREFIX + layout(7), pack_blob(text(7)))
     others = PeerTier(nodes["n1"].node_peers)
     wanted = [LAYOUT_BLOB_PREFIX + layout(7), LAYOUT_BLOB_PREFIX + layout(8)]
@@ -94,13 +94,13 @@ def test_blob_without_a_known_holder_is_requested_from_others(nodes, asked):
 
 
 @pytest.mark.parametrize("bad", [b"not even packed", pack_blob(b"another layout")])
-def test_mislabeled_layout_is_requested_from_the_next_node(nodes, asked, bad):
-    """n2 has a shard that goes with it, so it is asked first."""
+def test_mislabeled_layout_is_requested_from_the_next_node(nodes, requests, bad):
+    """Node n2 has a shard with this layout, so it receives the first request."""
     name = LAYOUT_BLOB_PREFIX + layout(0)
     nodes["n2"].store.put_blob(JOB, name, bad)
     nodes["n4"].store.put_blob(JOB, name, pack_blob(text(0)))
     assert PeerTier(nodes["n1"].node_peers).blobs(JOB, [name]) == ({name: text(0)}, True)
-    assert asked["blobs", "n2"] == 1
+    assert requests["blobs", "n2"] == 1
 
 
 def test_layout_damaged_everywhere_is_damage(nodes):
@@ -111,11 +111,11 @@ def test_layout_damaged_everywhere_is_damage(nodes):
         service.step_layouts(JOB, GROUP, [layout(0)], [])
 
 
-@pytest.mark.parametrize("what", ["layout", "table"])
-def test_damaged_local_blob_is_fetched_from_another_node(nodes, what):
+@pytest.mark.parametrize("kind", ["layout", "table"])
+def test_damaged_local_blob_is_fetched_from_another_node(nodes, kind):
     name, good = (
         (LAYOUT_BLOB_PREFIX + layout(0), text(0))
-        if what == "layout"
+        if kind == "layout"
         else (TABLE_BLOB_PREFIX + TABLE_OF_ALL, TEXT_OF_TABLE)
     )
     node = nodes["n1"]
@@ -124,22 +124,22 @@ def test_damaged_local_blob_is_fetched_from_another_node(nodes, what):
     flip_byte(file, file.stat().st_size - 1)
     with contextlib.closing(NodeAgentService(node.store, node_peers=node.node_peers)) as service:
         found = service.step_layouts(JOB, GROUP, [layout(0)], [TABLE_OF_ALL])
-    said = found.layouts[layout(0)] if what == "layout" else found.tables[TABLE_OF_ALL]
-    assert unpack_blob(said) == good
+    blob = found.layouts[layout(0)] if kind == "layout" else found.tables[TABLE_OF_ALL]
+    assert unpack_blob(blob) == good
 
 
 def test_unresponsive_node_leaves_the_answer_unknown(nodes, monkeypatch):
     others = PeerTier(nodes["n1"].node_peers)
 
     def silent(node, names):
-        raise PeerUnreachableError(f"{node} says nothing")
+        raise PeerUnreachableError(f"{node} does not answer")
 
     monkeypatch.setattr(nodes["n1"].job_peers, "fetch_blobs", silent)
     assert others.blobs(JOB, [LAYOUT_BLOB_PREFIX + layout(0)]) == ({}, False)
 
 
 def test_shared_table_is_fetched_from_different_nodes(nodes):
-    """Each node has its own order of the others."""
+    """Each node queries the others in its own order."""
     first = {
         next(iter(PeerTier(node.node_peers)._holders(node.job_peers, TABLE_BLOB_PREFIX + TABLE_OF_ALL)))
         for node in nodes
@@ -147,27 +147,27 @@ def test_shared_table_is_fetched_from_different_nodes(nodes):
     assert len(first) > 1
 
 
-def test_records_are_fetched_once_from_each_node_without_silent_ones(nodes, asked, monkeypatch):
+def test_records_are_fetched_once_from_each_node_without_silent_ones(nodes, requests, monkeypatch):
     others = PeerTier(nodes["n1"].node_peers)
     facts, sources = others.holders_of_parts(JOB, GROUP)
     assert sorted(facts) == sorted(sources)
-    assert {part: [source.node for source in there] for part, there in sources.items()} == {
+    assert {part: [holder.node for holder in holders] for part, holders in sources.items()} == {
         part: [name] for part, name in enumerate(WRITERS)
     }
     found = others.records(JOB, GROUP, sources)
     assert {part: record.key for part, record in found.items()} == {
         part: shard_key(1, part) for part in range(len(WRITERS))
     }
-    assert +asked == Counter({("shard_records", name): 1 for name in WRITERS})
-    team, honest = nodes["n1"].job_peers, nodes["n1"].job_peers.fetch_records
+    assert +requests == Counter({("shard_records", name): 1 for name in WRITERS})
+    peers, honest = nodes["n1"].job_peers, nodes["n1"].job_peers.fetch_records
 
     def records(node, group, parts):
         if node == "n3":
-            raise PeerUnreachableError("n3 says nothing")
+            raise PeerUnreachableError("n3 does not answer")
         assert list(parts) == [WRITERS.index(node)]
         return honest(node, group, parts)
 
-    monkeypatch.setattr(team, "fetch_records", records)
+    monkeypatch.setattr(peers, "fetch_records", records)
     assert set(others.records(JOB, GROUP, sources)) == {0, 2, 3}
 
 
