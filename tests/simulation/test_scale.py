@@ -1,6 +1,7 @@
 """Message counts of large jobs, by the code that prints the table in ``docs/explanation/scale.md``."""
 
 import math
+import re
 
 import pytest
 
@@ -100,7 +101,7 @@ def test_membership_change_moves_few_copies():
     assert moved_copies(before, before) == 0
 
 
-def test_table_has_a_value_in_every_row():
+def test_table_has_a_number_in_every_row():
     table = measure(64)
     assert len(table) > 20
-    assert all(table.values())
+    assert not [row for row, value in table.items() if not re.search(r"\d", value)]
