@@ -12,7 +12,7 @@ help:
 	@echo "make demo-hyperpod  the same under HyperPod's agents and our operator, from a job's YAML"
 	@echo "make test         all tests that need nothing but pip; retries up to 5 failed tests alone and prints the flaky ones"
 	@echo "make quick        before each commit: check, docs, unit and contract tests (3 minutes)"
-	@echo "make check        untracked files, names, lint, types, import layers; without caches, as in a fresh clone"
+	@echo "make check        untracked files, names, plain English, lint, types, import layers; without caches, as in a fresh clone"
 	@echo "make bench        measure everything in docs/benchmarks.md again"
 	@echo "make docs         check the documentation and build the site in site/; ARGS=--write: generate the reference pages first"
 	@echo "make test-system  tests that need Debian packages or root (says what it skips and why)"
@@ -73,6 +73,7 @@ test-gpu:
 check: env
 	$(BIN)/python .ci/untracked.py
 	$(BIN)/python .ci/names.py
+	$(BIN)/python .ci/words.py
 	$(BIN)/ruff check --no-cache .
 	$(BIN)/ruff format --no-cache --check .
 	$(BIN)/mypy --cache-dir /dev/null

@@ -103,7 +103,7 @@ def store_findings(root: Path) -> Iterator[str]:
 
 
 def test_file_findings(root: Path) -> Iterator[str]:
-    """Yield one line for each test file with a wrong name or place, and for each folder in vain in OTHER_TESTS."""
+    """Yield one line for each misplaced or misnamed test file, and each unused folder in OTHER_TESTS."""
     other: set[str] = set()
     for path in sorted((root / "tests/unit").rglob("test_*.py")):
         place = path.relative_to(root / "tests/unit").parts[0]

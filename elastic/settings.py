@@ -86,7 +86,7 @@ def load_secret(option: str, environ: Mapping[str, str] = os.environ) -> bytes |
     if option and not option.startswith("file:"):
         raise PolicyError(
             "--secret: write file:/path. Any user of the machine can read a command line, so this secret is no longer "
-            "safe. Make a new one: (umask 077; python -c 'import secrets; print(secrets.token_urlsafe(32))' > /path)"
+            "safe. Make a new one: umask 077; python -c 'import secrets; print(secrets.token_urlsafe(32))' > /path"
         )
     secret = option or secret_variable(environ)
     return read_secret(secret) if secret else None

@@ -19,5 +19,5 @@ state = {"weight": torch.randn(1000, 1000), "bias": torch.zeros(1000)}
 framework_saves(state, "tiered://example-urls/step-5")
 
 found = {"weight": torch.zeros(1000, 1000), "bias": torch.ones(1000)}
-framework_loads(found, "tiered://example-urls")  # the newest whole step
+framework_loads(found, "tiered://example-urls")  # the newest complete step
 print("equal bit for bit:", all(torch.equal(state[name], found[name]) for name in state))

@@ -1,8 +1,10 @@
-"""Training that goes on when ranks come, go, or die, and learns the same to the last bit whatever their number.
+"""Training that continues when ranks come, go or die, with equal bits for any number of ranks.
 
-python examples/elastic_loop.py                                          one rank
-torchrun --nproc-per-node 2 examples/elastic_loop.py                     or any other number of ranks
-elastic run --nnodes 1:4 --simulate-nodes 4 examples/elastic_loop.py     then, beside it: elastic resize --nodes 2
+::
+
+    python examples/elastic_loop.py                                          one rank
+    torchrun --nproc-per-node 2 examples/elastic_loop.py                     or any other number of ranks
+    elastic run --nnodes 1:4 --simulate-nodes 4 examples/elastic_loop.py     then: elastic resize --nodes 2
 
 On SIGTERM all ranks stop at the same step, seal it, and end; the next start continues from there.
 """

@@ -24,7 +24,7 @@ def main() -> None:
 
     weights, moments = get_state_dict(model, optimizer)
     state = {"model": weights, "optim": moments, "step": -1}
-    reader = TieredReader(JOB)  # the newest whole step; TieredReader(JOB, step=7) for that one
+    reader = TieredReader(JOB)  # the newest complete step; TieredReader(JOB, step=7) for that one
     try:
         found = reader.describe_choice()
     except CheckpointNotFoundError:  # and only then: damaged and not reachable are other errors

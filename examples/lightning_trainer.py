@@ -1,4 +1,4 @@
-"""PyTorch Lightning: every tenth step is saved in memory, and the next start resumes from the newest one.
+"""PyTorch Lightning: save every tenth step in memory, and resume from the newest one.
 
 Run it, then run it with a larger number of steps: python examples/lightning_trainer.py 120
 """

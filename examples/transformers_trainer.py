@@ -22,5 +22,5 @@ model = LlamaForCausalLM(
 )
 trainer = Trainer(model, arguments, train_dataset=lines)
 trainer = tiered(trainer, "tiered://example-trainer", every=10)  # durable="s3://bucket/prefix", durable_every=100
-trainer.train()  # from the newest complete step, if there is one
+trainer.train()  # from the newest complete step, if any
 print(f"finished at step {trainer.state.global_step}")

@@ -22,7 +22,7 @@ Exit codes:
   5  the coordinator did not answer: the state of the job is unknown
   6  the coordinator refused (another secret, the same node twice, too few nodes)
   7  the job was stopped; the same command resumes it
-  8  the job failed; the message says why and what resumes it"""
+  8  the job failed; the message says why, and how to resume it"""
 
 _UNAVAILABLE_ADVICE = "`elastic status` shows which jobs run here; the ranks of one continue without its coordinator"
 

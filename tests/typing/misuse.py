@@ -1,4 +1,4 @@
-"""What a type checker must not let through; each line says so with its own expected error."""
+"""Mistakes that a type checker must find. Each wrong line has a comment."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The public face: what type checkers see of it, its names, and what importing it does not do."""
+"""The public API: its types, its names, and imports without side effects."""
 
 import ast
 import json
@@ -92,7 +92,7 @@ def wrong_lines():
 
 @pytest.fixture
 def folder(tmp_path):
-    """A user's own folder, with nothing of this repository's configuration."""
+    """A user's own folder, without this repository's configuration."""
     for name in ("user.py", "misuse.py"):
         shutil.copy(HERE / name, tmp_path)
     return tmp_path
@@ -217,7 +217,7 @@ def test_each_package_reads_the_environment_in_one_module():
 
     paths = [path for package in PUBLIC for path in (ROOT / package).rglob("*.py")]
     readers = {str(path.relative_to(ROOT)) for path in paths if reads(path)}
-    # What a launcher says about ranks, and what a child process inherits, is not configuration.
+    # The launcher's variables for ranks, and the variables that a child process inherits, are not configuration.
     inherited = {
         "tieredckpt/agent/agent_client.py",
         *("elastic/rendezvous/store_servers.py", "elastic/launcher.py"),

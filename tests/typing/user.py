@@ -1,4 +1,4 @@
-"""What a training script does with the public API, as a type checker sees it. Never run, only checked."""
+"""A training script that uses the public API, for type checkers. It is never run."""
 
 from __future__ import annotations
 

@@ -309,7 +309,7 @@ def delete_step(catalog: DurableCatalog, job: str, group: VersionId) -> None:
 
 
 def _delete_without_manifest(catalog: DurableCatalog, job: str, group: VersionId, objects: set[str]) -> None:
-    """Delete the objects of a step without a manifest so that an interruption leaves an orphan that ``gc`` finds.
+    """Delete the objects of a step without a manifest. After an interruption, ``gc`` finds the rest.
 
     A manifest could be built from indexes, so these are deleted before a quarantine mark. Shards come last.
     """

@@ -119,7 +119,7 @@ def warn_of_steps_elsewhere(job: str, settings: Settings) -> None:
 
 
 def _start_exited_agents(job: str, settings: Settings) -> None:
-    """Start the agents of simulated nodes that have exited and left steps of ``job``, for example when killed."""
+    """Start the exited agents of simulated nodes that left steps of ``job``."""
     listening = agent_directories()
     for directory in sorted(run_directory().glob("*/*/agent")):
         if directory in listening or not settings.agent.embedded or job not in _recorded_jobs(directory):

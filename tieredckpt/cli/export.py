@@ -1,4 +1,4 @@
-"""``tieredckpt export``: a step as safetensors, Hugging Face folder, torch file, DCP folder or its own files."""
+"""``tieredckpt export``: a step as files of other formats."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ class ExportRequest:
     type=click.Choice(["safetensors", "hf", "torch", "dcp", "directory"]),
     default="safetensors",
     show_default=True,
-    help="One safetensors file, a folder for Hugging Face's from_pretrained, a torch.save file, a plain DCP folder, or "
-    "the files of a step of save_directory.",
+    help="One safetensors file, a Hugging Face folder, a torch.save file, a plain DCP folder, or the files of "
+    "save_directory.",
 )
 @click.option(
     "--prefix", default="", help="Export only tensors with this name prefix ('model.'), and strip the prefix."

@@ -29,7 +29,7 @@ class DurableTier:
         self._used: DurableSettings | None = None
         """Settings that the agent has recorded, because all ranks began a save with them."""
         self.warns_memory_only = True
-        """Whether to warn about steps without a durable tier; ``False`` for steps that are only sent to other ranks."""
+        """Whether to warn about steps without a durable tier. Steps that are only sent need no warning."""
         self._has_warned_memory_only = False
         """Whether this process has warned that no durable tier stores the steps. It warns again when it ends."""
         self._lock = threading.Lock()

@@ -80,7 +80,7 @@ Exit codes:
   0  done; `run`: the job completed
   1  failed; `run`: the job failed, the message says why
   2  the command line or the job is wrong
-  5  no such job is operated here, or what is kept of it cannot be read
+  5  this operator has no such job, or cannot read its state
   130  interrupted; agents of --agents run on, those of --spawn are ended"""
 
 

@@ -249,7 +249,7 @@ def test_epoch_is_newer_than_any_earlier_epoch_of_its_ranks(server):
     assert world(6, 7) == {7}
 
 
-def test_agreement_of_a_plane_that_is_closed_meanwhile_is_stale(start, monkeypatch):
+def test_agreement_is_stale_if_the_plane_is_closed_meanwhile(start, monkeypatch):
     """Its store is closed too, and does not answer."""
     (plane,) = start(1)
     wait_all_assigned([plane])

@@ -66,7 +66,7 @@ def test_listing_has_files_and_directories_with_a_slash(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["absent", "file", "socket", "link to a directory", "broken link", "not UTF-8"])
-def test_listing_refuses_what_a_step_cannot_contain(tmp_path, kind):
+def test_listing_refuses_files_that_no_step_can_contain(tmp_path, kind):
     path = tmp_path / "d"
     if kind == "file":
         path.write_text("")
