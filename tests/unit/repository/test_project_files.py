@@ -125,7 +125,7 @@ def test_pull_request_template_names_existing_make_targets():
 def test_commit_hooks_run_commands_of_make_check():
     recipe = re.search(r"^check:.*\n((?:\t.*\n)+)", text("Makefile"), re.MULTILINE)
     checks = [line.strip().replace("$(BIN)", ".tox/py/bin") for line in recipe[1].splitlines()]
-    assert hooks().keys() == {"ruff-check", "ruff-format", "names"}
+    assert hooks().keys() == {"ruff-check", "ruff-format", "names", "words"}
     for hook in hooks().values():
         assert hook["language"] == "system"
         command = f"{hook['entry']} ." if hook.get("pass_filenames", True) else hook["entry"]
