@@ -35,6 +35,7 @@ def test_accelerate_example_resumes(agent_dir):
     assert "starting at step 20\nstep 39: " in run(EXAMPLES / "accelerate_loop.py")
 
 
+@pytest.mark.nightly
 def test_torchft_example_recovers_a_killed_replica(agent_dir):
     pytest.importorskip("torchft", reason="torchft is not installed: pip install tieredckpt[torchft]")
     lines = run(EXAMPLES / "torchft_replicas.py").splitlines()
