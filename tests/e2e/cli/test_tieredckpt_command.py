@@ -24,6 +24,7 @@ COMMANDS = [
         "top",
         "whatif",
         "goodput",
+        "monitoring",
         "simulate",
         "inspect",
         "verify",
