@@ -45,7 +45,7 @@ def test_agent_of_a_job_is_found_in_any_run_directory(cli, two_simulated_jobs):
     assert run("pin", OTHER, 7)["marked"] == ["memory"]
     assert cli("ls", "job-of-no-agent").code in (3, 5)
     # Without a job, the command shows all agents. Agents of other tests may end between its two requests.
-    wait_until(lambda: cli("ls", "--json").json["jobs"])
+    wait_until(lambda: cli("ls", "--json").json.get("jobs"))
 
 
 def test_status_names_the_other_directory_that_it_shows(cli, two_simulated_jobs):
