@@ -38,13 +38,33 @@ def find_agent_directory(settings: Settings, job: str | None) -> Path:
     """Return the directory of an agent of this machine that has ``job``, or any job for ``None``.
 
     The settings' agent comes first. Its directory is also returned if it does not answer, or if no agent has the job.
-    An agent that does not answer is returned only if no other agent has ``job``.
+    An agent that does not answer is returned only if no other agent has ``job``, an exited one only after these.
     """
     own = settings.agent_place.directory
     if _is_silent(AgentPaths(own)) or _has_job(_query_agent(own), job):
         return own
     having = [found for found in _query_agents(_other_directories(own)) if _has_job(found, job)]
-    return next((found.directory for found in sorted(having, key=lambda one: bool(one.silence))), own)
+    directories = [found.directory for found in sorted(having, key=lambda one: bool(one.silence))]
+    if not directories and job is not None and job not in _recorded_jobs(own):
+        directories = exited_agents_of_simulated_nodes(job)
+    return next(iter(directories), own)
+
+
+def exited_agents_of_simulated_nodes(job: str) -> list[Path]:
+    """Return the directories of exited agents of simulated nodes that left steps of ``job`` in memory."""
+    exited = set(run_directory().glob("*/*/agent")) - agent_directories()
+    return sorted(directory for directory in exited if job in _recorded_jobs(directory))
+
+
+def describe_exited_agent(directory: Path) -> str:
+    """Return that an agent has exited, with the jobs whose steps it left in memory. Empty: it left none."""
+    jobs = sorted(job for job in _recorded_jobs(directory) if job != MEMORY_SERVICE_JOB)
+    return f"the agent in {directory} has exited and left steps of {', '.join(map(repr, jobs))} in memory" * bool(jobs)
+
+
+def start_command(directory: Path) -> str:
+    """Return the command that starts the agent of ``directory``."""
+    return f"`tieredckpt agent --dir {shlex.quote(str(directory))} --detach`"
 
 
 def settings_of_newest_agent(job: str, settings: Settings) -> Settings:
@@ -53,7 +73,7 @@ def settings_of_newest_agent(job: str, settings: Settings) -> Settings:
     An earlier run with simulated nodes leaves an agent for each node. The settings' own agent is used unless one of
     these has a newer step. A configured directory is not changed, and agents in configured directories are never used.
     Exited agents that left steps of the job are started. Raise :class:`TierUnavailableError` if an agent has the job
-    and does not answer: its steps may be the newest.
+    and does not answer or cannot be started: its steps may be the newest.
     """
     if settings.agent.directory or not settings.enabled:
         return settings
@@ -120,10 +140,12 @@ def warn_of_steps_elsewhere(job: str, settings: Settings) -> None:
 
 def _start_exited_agents(job: str, settings: Settings) -> None:
     """Start the exited agents of simulated nodes that left steps of ``job``."""
-    listening = agent_directories()
-    for directory in sorted(run_directory().glob("*/*/agent")):
-        if directory in listening or not settings.agent.embedded or job not in _recorded_jobs(directory):
-            continue
+    for directory in exited_agents_of_simulated_nodes(job):
+        if not settings.agent.embedded:
+            raise TierUnavailableError(
+                f"{job}: the newest step is unknown, because {describe_exited_agent(directory)} and agent.embedded is "
+                f"off. Start it with {start_command(directory)}"
+            )
         node = settings.agent.node or directory.parent.name
         exited = override_settings(settings, agent={"directory": str(directory), "node": node})
         try:

@@ -20,7 +20,7 @@ from tieredckpt.agent.agent_api import StepDescription, StepInventory, StepStatu
 from tieredckpt.agent.agent_client import NodeAgentClient
 from tieredckpt.agent.agent_service import NodeAgentService
 from tieredckpt.agent.durable_catalog import DurableCatalog
-from tieredckpt.agent.local_agents import merge_surveys
+from tieredckpt.agent.local_agents import describe_exited_agent, merge_surveys, start_command
 from tieredckpt.agent.peer_config import peer_transport
 from tieredckpt.cli.exit_codes import CommandError, ExitCode
 from tieredckpt.durable.object_store import ObjectStore
@@ -57,18 +57,13 @@ class TierClient:
         why_no_agent: str,
         direct: NodeAgentService,
         *,
-        agent_hangs: bool = False,
+        agent_advice: str = "",
     ) -> None:
         self.settings = settings
         self.agent = agent
         self.agent_error = why_no_agent
-        self.agent_advice = ""
-        """Advice for replacing an agent that runs but does not answer. Empty: none is needed."""
-        if agent_hangs:
-            directory = shlex.quote(str(settings.agent_directory))
-            self.agent_advice = (
-                f"replace it with `tieredckpt agent restart --dir {directory}` (its checkpoints stay in memory)"
-            )
+        self.agent_advice = agent_advice
+        """Advice about an agent that does not answer. May be empty."""
         self._direct = direct
         self._known: dict[str, DurableSettings] = {}
         self._stores: dict[str, ObjectStore] = {}
@@ -252,14 +247,20 @@ def open_tier_client(settings: Settings, *, memory: bool = True) -> Iterator[Tie
     place = settings.agent_place
     arena = MemfdArena()
     with contextlib.ExitStack() as cleanup:
-        agent, why, hangs = None, "", False
+        agent, why, advice = None, "", ""
         try:
             why = silence_of_agent(place) if memory else "memory is not asked"
-            hangs = memory and bool(why)
             if not why:
                 agent = NodeAgentClient(override_settings(settings, agent={"embedded": False}), "")
+            elif memory:
+                directory = shlex.quote(str(place.directory))
+                advice = (
+                    f"replace it with `tieredckpt agent restart --dir {directory}` (its checkpoints stay in memory)"
+                )
         except AgentUnreachableError:
-            why = f"no agent answers in {place.directory}"
+            why = describe_exited_agent(place.directory)
+            advice = f"start it with {start_command(place.directory)}" if why else ""
+            why = why or f"no agent answers in {place.directory}"
         except PeerStoreError as error:
             why = f"the agent in {place.directory} cannot be used: {error}"
         cleanup.callback(arena.purge)
@@ -267,7 +268,7 @@ def open_tier_client(settings: Settings, *, memory: bool = True) -> Iterator[Tie
         cleanup.callback(store.close)
         direct = NodeAgentService(store)
         cleanup.callback(direct.close)
-        client = TierClient(settings, agent, why, direct, agent_hangs=hangs)
+        client = TierClient(settings, agent, why, direct, agent_advice=advice)
         cleanup.callback(client.close)
         yield client
 
@@ -373,7 +374,7 @@ def merge_descriptions(found: Sequence[StepDescription]) -> StepDescription:
 def require_agent(client: TierClient) -> NodeAgentClient:
     """Return the agent, or raise if none answers."""
     if client.agent is None:
-        why = f"{client.agent_error}, and only it can tell"
+        why = f"{client.agent_error}, so what it has is unknown"
         if client.agent_advice:
             raise CommandError(why, code=ExitCode.UNAVAILABLE, advice=client.agent_advice)
         raise AgentUnreachableError(why)

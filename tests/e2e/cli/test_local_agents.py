@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.support.agents import agent_directory
+from tests.support.agents import agent_directory, stop_agent
 from tests.support.jobs import CheckpointJob
 from tests.support.local_nodes import wait_until
 from tieredckpt.session.session import close_sessions
@@ -10,7 +10,7 @@ from tieredckpt.settings import DurableSettings, Settings
 
 pytestmark = [pytest.mark.filterwarnings("ignore:torch.distributed is disabled"), pytest.mark.e2e]
 
-ONE, OTHER = "found-one", "found-other"
+ONE, OTHER, EXITED = "found-one", "found-other", "found-exited"
 """Names that no other test's agents have, because the command finds all agents on this machine."""
 
 
@@ -57,3 +57,20 @@ def test_status_names_the_other_directory_that_it_shows(cli, two_simulated_jobs)
 def test_named_agent_is_the_only_one_queried(cli, two_simulated_jobs):
     one, _ = two_simulated_jobs
     assert cli("ls", OTHER, "--agent-dir", one / "n1" / "agent").code == 3
+
+
+def test_commands_name_the_exited_agent_that_left_steps(cli, monkeypatch):
+    with agent_directory() as runs:
+        place = runs / "local" / "n0" / "agent"
+        monkeypatch.setenv("ELASTIC_RUN_DIRECTORY", str(runs))
+        monkeypatch.setenv("TIEREDCKPT_AGENT_DIRECTORY", str(place))
+        CheckpointJob(place, DurableSettings(), EXITED).save(5, durable=False)
+        close_sessions()
+        stop_agent(place)
+        monkeypatch.delenv("TIEREDCKPT_AGENT_DIRECTORY")
+        for command in (("ls", EXITED), ("status", EXITED), ("inspect", f"{EXITED}/step-5"), ("pin", EXITED, 5)):
+            shown = cli(*command)
+            assert shown.code == 5, shown
+            message = " ".join(f"{shown.out} {shown.err}".split())
+            assert f"the agent in {place} has exited and left steps of {EXITED!r} in memory" in message
+            assert f"`tieredckpt agent --dir {place} --detach`" in message

@@ -96,6 +96,26 @@ def test_exited_agent_that_cannot_be_started_makes_the_step_unknown(places, monk
     assert settings_of_newest_agent("job-of-no-agent", load_settings()).agent.directory == ""
 
 
+def test_exited_agent_that_may_not_be_started_makes_the_step_unknown(places, monkeypatch):
+    saves(monkeypatch, places[1], "local", 5)
+    stop_agent(places[1])
+    settings = override_settings(load_settings(), agent={"embedded": False})
+    advice = f"Start it with `tieredckpt agent --dir {places[1]} --detach`"
+    with pytest.raises(TierUnavailableError, match=advice):
+        settings_of_newest_agent("local", settings)
+    assert settings_of_newest_agent("job-of-no-agent", settings).agent.directory == ""
+
+
+def test_directory_of_an_exited_agent_with_the_job_is_found(places, monkeypatch):
+    job = "exited"  # a name that no other test's agents have, because all agents of this machine are queried
+    saves(monkeypatch, places[1], job, 5)
+    stop_agent(places[1])
+    assert find_agent_directory(load_settings(), job) == places[1]
+    assert find_agent_directory(load_settings(), "job-of-no-agent") == places[0]
+    saves(monkeypatch, places[2], job, 4)
+    assert find_agent_directory(load_settings(), job) == places[2]  # an agent that runs comes first
+
+
 def test_no_other_agent_is_used_where_the_own_one_cannot_answer(places, monkeypatch, caplog):
     saves(monkeypatch, places[0], "local", 5)
     saves(monkeypatch, places[1], "local", 6)
