@@ -8,7 +8,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -17,14 +17,14 @@ from elastic.control.child_processes import last_line, with_import_path
 from elastic.control.run_directory import RunDirectory
 from elastic.control.running_clock import since_boot
 from elastic.world.world_state import SealedStep, StepHolders
-from peerstore.errors import AgentUnreachableError, PeerStoreError
+from peerstore.errors import AgentUnreachableError, PeerStoreError, ShardNotFoundError
 from peerstore.membership.topology import PeerNode
 from peerstore.server.agent_launcher import connect_or_launch_agent, replace_hung_agent, signal_agent, silence_of_agent
 from peerstore.server.store_client import Client, connect_to_agent
 from peerstore.settings import AgentPaths
-from peerstore.shard_records import JobStatus, VersionId
+from peerstore.shard_records import JobStatus, ShardInfo, VersionId
 from peerstore.store.slot_metadata import jobs_in_directory
-from tieredckpt.agent.agent_api import AcceptStandbyRequest, IsolateRequest, StepInventory
+from tieredckpt.agent.agent_api import DURABLE_SETTINGS_BLOB, AcceptStandbyRequest, IsolateRequest, StepInventory
 from tieredckpt.agent.agent_client import NodeAgentClient, agent_command, agent_watchdogs
 from tieredckpt.agent.local_agents import newest_version
 from tieredckpt.agent.peer_config import DISCOVERY_WORLD, is_unreplicated, peer_secret
@@ -239,6 +239,8 @@ def shut_down_left_agent(environ: Mapping[str, str], job: Path) -> None:
 
 _UPLOADED_S = 60.0
 """Seconds to wait for uploads when a job ends."""
+_RELEASED_S = 15.0
+"""Seconds that a node without ranks waits until the others have deleted the durable steps."""
 _RANKS_LEFT_S = 5.0
 """Seconds that the agent may take to notice that this node's ranks have exited."""
 _POLL_S = 0.1
@@ -300,14 +302,59 @@ def _release(agent: NodeAgentClient, job: str, since_ns: int, deadline: float) -
         memory = _job_memory(agent, job)
         if _is_uploading(agent, job):
             reason = "it is being uploaded still"
+        elif not _knows_durable_tier(agent, job, shards) and _wait_deleted_elsewhere(agent, job, memory):
+            reason = ""
         else:
-            reason = reason_to_keep(memory, agent.list_steps(job, fresh=True))
+            survey = agent.list_steps(job, fresh=True)
+            reason = reason_to_keep(memory, survey)
+            durable = {view.version_id for view in survey.views if view.durable}
+            if not reason and any(_is_first_part(shard) for shard in shards if shard.key.version_id in durable):
+                _delete_everywhere(agent, job, sorted(durable & set(memory.versions)))
         if not reason:
             # By name: versions that another process saves from now on must survive.
             agent.store.delete_versions(job, sorted(memory.versions))
         elif memory.versions and not memory.used:
             log.warning("the checkpoints of %s stay in memory in %s: %s", job, agent.place.directory, reason)
     return not _has_clients(agent, job)
+
+
+def _knows_durable_tier(agent: NodeAgentClient, job: str, shards: Collection[ShardInfo]) -> bool:
+    """Return whether ranks of this node have saved shards, or have configured a durable tier."""
+    try:
+        agent.store.get_blob(job, DURABLE_SETTINGS_BLOB)
+    except ShardNotFoundError:
+        return any(not shard.holders for shard in shards)
+    return True
+
+
+def _wait_deleted_elsewhere(agent: NodeAgentClient, job: str, memory: JobMemory) -> bool:
+    """Wait until another node has deleted the newest version of ``memory``, because it is durable.
+
+    Return whether that happened. Pinned versions and those in use remain.
+    """
+    if memory.used or memory.pinned or not memory.versions:
+        return False
+    newest = max(memory.versions, key=lambda version_id: version_id.version)
+
+    def is_pending() -> bool:
+        versions = _job_memory(agent, job).versions
+        return newest in versions and Tier.PEER not in agent.list_steps(job, fresh=True).unreachable
+
+    _wait_while(is_pending, time.monotonic() + _RELEASED_S)
+    return newest not in _job_memory(agent, job).versions
+
+
+def _is_first_part(shard: ShardInfo) -> bool:
+    """Return whether the shard is a version's first part, written on this node. One node has it."""
+    return shard.key.part == 0 and not shard.holders
+
+
+def _delete_everywhere(agent: NodeAgentClient, job: str, versions: Sequence[VersionId]) -> None:
+    """Delete durable versions from the memory of all nodes."""
+    try:
+        agent.drop_steps(job, versions, durable=False)
+    except (TieredCheckpointError, PeerStoreError) as error:  # other nodes have exited, with or without these versions
+        log.info("%s", error)
 
 
 def record_stop(environ: Mapping[str, str], sealed: SealedStep) -> None:

@@ -286,6 +286,7 @@ class NodeStore:
             with self.table.exclusive():
                 self.table.metadata.remove(EXPIRED_JOB_METADATA, validate_job_name(job))
         found = self.removal.delete_versions(job, groups)
+        self.removal.drop_unused()
         if groups is not None:
             self.listeners.on_versions_deleted(job, groups)
         return found
@@ -377,6 +378,7 @@ class NodeStore:
                 hours = f"{self.jobs.clients.unused_s(job) / 3600:.1f} hours"
                 self.removal.expire_job(job, f"no process had used it for {hours} (the limit is agent.job_ttl_s)")
                 expired.append(job)
+            self.removal.drop_unused(self._grace_s)
             self.jobs.clients.prune_disconnected()
             self.table.arena.removed_in_use()  # closes the files of slots without users
             try:

@@ -324,12 +324,17 @@ class ShardRemoval:
             self._jobs.clients.record_expiry(job, reason)
             self.delete_versions(job, None)
 
-    def drop_unused(self) -> None:
-        """Drop the free slots of jobs without shards and clients; the jobs' metadata stays."""
+    def drop_unused(self, unused_s: float = -1.0) -> None:
+        """Drop the free slots of jobs without shards and clients for more than ``unused_s`` seconds.
+
+        The jobs' metadata stays.
+        """
+        clients = self._jobs.clients
         with self._table.exclusive():
-            held = {slot.job for slot in self._table.in_state(*SHARD_STATES)}
-            for slot in self._table.in_state(SlotState.FREE):
-                if slot.job not in held and not self._jobs.clients.has_clients(slot.job):
+            free = [slot for slot in self._table.in_state(SlotState.FREE) if not clients.has_clients(slot.job)]
+            held = {slot.job for slot in self._table.in_state(*SHARD_STATES)} if free else set()
+            for slot in free:
+                if slot.job not in held and clients.unused_s(slot.job) > unused_s:
                     self._table.drop(slot)
 
     def _drop_job(self, job: str) -> None:

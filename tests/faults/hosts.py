@@ -53,6 +53,10 @@ class HostJob(FaultJob):
         return self.memory(node) / "agent"
 
     @property
+    def are_agents_shared(self) -> bool:
+        return True  # one agent for all jobs of a host
+
+    @property
     def is_running(self) -> bool:
         return self._leader is not None or bool(self._nodes)
 

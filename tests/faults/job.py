@@ -338,8 +338,13 @@ class FaultJob:
             time.sleep(0.2)
 
     def _may_agent_stay(self) -> bool:
-        """Return whether the agent serves all jobs of the machine and still holds shards."""
-        return len(self.shape.names) == 1 and bool(self.remaining_memory())
+        """Return whether the agents serve all jobs of their machines and still hold shards."""
+        return self.are_agents_shared and bool(self.remaining_memory())
+
+    @property
+    def are_agents_shared(self) -> bool:
+        """Whether an agent that a killed supervisor started is not the job's own."""
+        return len(self.shape.names) == 1
 
     def remaining_memory(self) -> list[str]:
         """Describe the slots that remain in memory."""

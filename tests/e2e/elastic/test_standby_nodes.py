@@ -152,3 +152,22 @@ def test_next_run_starts_on_a_node_that_has_the_newest_step(training_run, refere
     moved = committed_steps(job)
     assert_same_results(moved, reference_steps)
     assert_each_sample_once(moved)
+
+
+@pytest.mark.parametrize("durable", ["durable", ""])
+def test_finished_job_frees_durable_steps_on_a_node_that_was_in_no_world(training_run, durable) -> None:
+    job = prepare("freed", training_run)
+    if durable:
+        job.environ |= {"TIEREDCKPT_DURABLE_URL": str(job.folder / durable), "TIEREDCKPT_DURABLE_EVERY": "5"}
+    job.allow_steps(0)
+    run = job.start_run(2, "--nnodes", "1")
+    (outside,) = wait_standby(job, 1)
+    inside = ranked_node(job)
+    job.allow_steps(10)
+    job.wait_step_in_world(1, 9)
+    wait_replicated(job, outside, 9)
+    job.allow_steps(TOTAL)
+    job.wait_finished(run)
+    left = {node: any((agent_directory(job, node) / "slots").glob("*")) for node in (inside, outside)}
+    assert left == dict.fromkeys((inside, outside), not durable)
+    assert ("the checkpoints of whole stay in memory in" in job.output()) == (not durable)

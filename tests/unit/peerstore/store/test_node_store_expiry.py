@@ -69,6 +69,31 @@ def test_a_silent_writer_keeps_its_lease_for_a_while(store, clock):
     assert store.status().arena.slots == 0, "a slot that its writer may still have mapped is not given to others"
 
 
+def test_memory_of_a_job_without_shards_and_processes_is_freed(store, clock):
+    """A job that succeeded deletes its versions by name, and the agent may run on for other jobs."""
+    store.jobs.clients.client_connected(current_process(), "job")
+    for version in range(2):
+        save_shard(store, shard_key(version))
+    assert store.delete_versions("job", [shard_key(version).version_id for version in range(2)]) == 2
+    assert store.status().arena.free_slots == 2, "the connected process may save again"
+    store.client_disconnected(current_process(), "job")
+    clock.now += GRACE
+    store.sweep()
+    assert store.status().arena.free_slots == 2, "a process that restarts reuses their memory"
+    clock.now += 1
+    store.sweep()
+    assert store.status().arena.slots == 0
+
+
+def test_deletion_of_the_last_version_of_an_unused_job_frees_its_memory(store):
+    for version in range(2):
+        save_shard(store, shard_key(version))
+    store.delete_versions("job", [shard_key(0).version_id])
+    assert store.status().arena.slots == 2
+    store.delete_versions("job", [shard_key(1).version_id])
+    assert store.status().arena.slots == 0
+
+
 @pytest.mark.parametrize("code", UNKNOWN, ids=errno.errorcode.get)
 def test_process_that_cannot_be_inspected_counts_as_alive(store, code):
     """An agent without free descriptors cannot read ``/proc``: its writers and readers continue."""
