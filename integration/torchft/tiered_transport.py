@@ -165,7 +165,7 @@ class TieredTransport(CheckpointTransport[T]):
 
     def _is_offered(self, session: Session, step: int, name: str) -> bool:
         """Return whether the sender has sealed the step; raise if it is damaged or the sender does not answer."""
-        seen = session.agent.list_steps(session.job, fresh=True)
+        seen = session.list_steps(fresh=True)
         views = [view for view in seen.views if view.version_id.version == step]
         if any(view.candidate.is_complete and not view.quarantined for view in views):
             return True

@@ -719,7 +719,7 @@ class Checkpointer:
         if not self.settings.enabled:
             found = plain_steps(self.settings.durable, self._location.job)
             return [StepInfo(step, ("durable",), is_complete=True) for step in found]
-        return step_infos(self.session.agent.list_steps(self._location.job, fresh=True))
+        return step_infos(self.session.list_steps(fresh=True))
 
     def drop(self, step: int) -> bool:
         """Drop ``step`` in every tier and on every node, even if retained; return whether any of it existed.
@@ -735,7 +735,7 @@ class Checkpointer:
         self._queue.finish_last(wait_s=self.settings.memory.wait_s)
         try:
             session = self.session
-            views = session.agent.list_steps(job, fresh=True).views
+            views = session.list_steps(fresh=True).views
             groups = [view.version_id for view in views if view.version_id.version == step]
             if groups:
                 session.commits.drop_steps(groups)

@@ -195,7 +195,7 @@ def _choose(
 def _required_names(ckpt: Checkpointer) -> RequiredNames | None:
     """Return the names in the newest complete step, or ``None`` if no step is complete."""
     node, job = ckpt.session.agent, ckpt.session.job
-    seen = node.list_steps(job, fresh=True)
+    seen = ckpt.session.list_steps(fresh=True)
     bad = {view.version_id for view in seen.views if view.quarantined}
     candidates = [view.candidate for view in seen.views]
     chosen = resolve_step(candidates, quarantined=bad, unreachable=list(seen.unreachable)).chosen

@@ -170,7 +170,7 @@ def newest_complete_step(session: Session, *, ask: bool, fresh: bool = False) ->
     known = session.commits.newest_complete_step()
     if not ask or (known >= session.sealed_step and not fresh):
         return known
-    inventory = session.agent.list_steps(session.job, fresh=fresh)
+    inventory = session.list_steps(fresh=fresh)
     quarantined = [view.version_id for view in inventory.views if view.quarantined]
     unreachable = tuple(tier for tier in Tier if tier in inventory.unreachable)
     chosen = resolve_step(

@@ -388,7 +388,7 @@ class TieredReader(StorageReader):
         job, step = self._location.job, self._location.step
         if not self.settings.enabled:
             return Resolution(None, {}), self._newest_plain(plain_steps(self.settings.durable, job))
-        inventory = self.session.agent.list_steps(job, fresh=self.fresh, patience_s=_REBUILD_S)
+        inventory = self.session.list_steps(fresh=self.fresh, patience_s=_REBUILD_S)
         epoch = self._location.epoch if self.epoch is None else self.epoch
         candidates = [view.candidate for view in inventory.views]
         unusable = {view.version_id for view in inventory.views if view.quarantined or view.version_id in self.failed}
@@ -447,7 +447,7 @@ class TieredReader(StorageReader):
         if plain is not None:
             durable = self.settings.durable
             if not durable.url:
-                durable = self.session.agent.list_steps(self._location.job).durable or durable
+                durable = self.session.list_steps().durable or durable
             if plain not in self._plain_readers:
                 reader = plain_reader(durable, self._location.job, plain, trust_objects=self._trust)
                 self._plain_readers[plain] = reader

@@ -409,7 +409,7 @@ class SideFileStore:
         folders = {step for other in known if (step := self._step_of(other)) is not None}
         if not folders:
             return
-        seen = self._session.agent.list_steps(self.job, fresh=True)
+        seen = self._session.list_steps(fresh=True)
         newest = max((view.version_id.version for view in seen.views if view.candidate.is_complete), default=-1)
         gone = {step for step in folders if step < newest} - {view.version_id.version for view in seen.views}
         for other in known if not seen.unreachable else ():

@@ -275,7 +275,7 @@ class JobStepFiles:
 
     def _survey(self) -> StepInventory:
         with translated_store_errors(f"{self.job} cannot be looked up"):
-            return self.session.agent.list_steps(self.job, fresh=True)
+            return self.session.list_steps(fresh=True)
 
     def _chosen_status(self, step: int) -> StepStatus:
         """Return the attempt at ``step`` that a load would choose. Raise if none exists."""

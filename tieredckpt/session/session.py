@@ -201,8 +201,18 @@ class Session:
         if current is not None:
             return max(known, current.epoch)
         # An agent that lost its memory has no epochs, but the steps in other tiers have them.
-        inventory = self._inventory = self.agent.list_steps(self.job)
+        inventory = self._inventory = self.list_steps()
         return max([known, *(view.version_id.epoch for view in inventory.views)])
+
+    def list_steps(self, *, fresh: bool = False, patience_s: float = 0.0) -> StepInventory:
+        """Return the steps that the agent knows. An agent that started anew receives the job's settings first."""
+        store = self.agent.store
+        while True:
+            self.registration.follow_restart()
+            start = store.arena_id, store.start_id
+            inventory = self.agent.list_steps(self.job, fresh=fresh, patience_s=patience_s)
+            if (store.arena_id, store.start_id) == start:
+                return inventory
 
     def check_step_order(self, step: int) -> None:
         """Raise :class:`UsageError` if a restore would prefer an existing step to ``step``.
