@@ -1,0 +1,23 @@
+"""torchtitan: its checkpoints as steps of a job, activated by ``--override.imports integration.torchtitan.tiered``."""
+
+from peerstore.optional_packages import optional_imports
+
+with optional_imports("integration.torchtitan", "'tieredckpt[torchtitan]'"):
+    from torchtitan.components.checkpointer import CheckpointManager
+    from torchtitan.config.override import override
+
+    from integration.torchtitan.checkpoint_manager import TieredCheckpointManager, tiered_config
+
+__all__ = ["TieredCheckpointManager", "tiered"]
+
+
+@override(target=CheckpointManager.Config, exact=True, description="checkpoints in node memory (tieredckpt)")
+def tiered(
+    config: CheckpointManager.Config, url: str = "", durable: str | None = None, durable_every: int | None = None
+) -> TieredCheckpointManager.Config:
+    """Replace torchtitan's checkpoint manager; ``url`` is ``tiered://JOB``, by default that of ``checkpoint.folder``.
+
+    ``durable`` and ``durable_every`` are those of the :class:`~tieredckpt.Checkpointer`. All other fields of
+    ``--checkpoint`` remain as they are.
+    """
+    return tiered_config(config, url, durable, durable_every)
