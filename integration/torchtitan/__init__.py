@@ -1,4 +1,7 @@
-"""torchtitan: its checkpoints as steps of a job, activated by ``--override.imports integration.torchtitan.tiered``."""
+"""torchtitan: checkpoints as steps of a job.
+
+``--override.imports integration.torchtitan.tiered`` activates it.
+"""
 
 from peerstore.optional_packages import optional_imports
 
@@ -15,9 +18,9 @@ __all__ = ["TieredCheckpointManager", "tiered"]
 def tiered(
     config: CheckpointManager.Config, url: str = "", durable: str | None = None, durable_every: int | None = None
 ) -> TieredCheckpointManager.Config:
-    """Replace torchtitan's checkpoint manager; ``url`` is ``tiered://JOB``, by default that of ``checkpoint.folder``.
+    """Replace torchtitan's checkpoint manager by a :class:`TieredCheckpointManager`.
 
-    ``durable`` and ``durable_every`` are those of the :class:`~tieredckpt.Checkpointer`. All other fields of
-    ``--checkpoint`` remain as they are.
+    ``url`` is ``tiered://JOB``; without it ``checkpoint.folder`` is the URL. ``durable`` and ``durable_every`` are
+    those of the :class:`~tieredckpt.Checkpointer`. All other fields of ``--checkpoint`` are unchanged.
     """
     return tiered_config(config, url, durable, durable_every)

@@ -82,7 +82,10 @@ class TieredCheckpointManager(CheckpointManager):
         return self._ckpt
 
     def _load(self, step: int = -1) -> bool:
-        """Restore the newest complete step, or ``step``; without one load what torchtitan's manager would load."""
+        """Restore the newest complete step, or ``step``.
+
+        If the job has no such step, load a checkpoint of the folder or ``initial_load_path``, as torchtitan does.
+        """
         try:
             restored = self._restore(None if step == -1 else step)
         except CheckpointNotFoundError:
@@ -189,8 +192,8 @@ class _LoadedPositions:
         saved, size = state.get("world_size"), self._loader.dp_world_size
         if saved != size:
             raise UsageError(
-                f"torchtitan's data loader was saved by {saved} data-parallel ranks and cannot continue on {size}: use "
-                "a loader that can, or restart the data with --checkpoint.exclude_from_loading dataloader"
+                f"torchtitan's data loader was saved by {saved} data-parallel ranks and cannot continue on {size}. Use "
+                "another loader, or restart the data with --checkpoint.exclude_from_loading dataloader"
             )
         self._loader.load_state_dict(state)
         self._loaded = dict(state)

@@ -1,7 +1,7 @@
-"""A small training with torchtitan's own parts on gloo ranks, in the order in which its ``Trainer`` calls them.
+"""A small training with torchtitan's own parts on gloo ranks, called in the order of its ``Trainer``.
 
-The ``Trainer`` itself needs an accelerator. Everything that a checkpoint holds is torchtitan's: optimizers, learning
-rates, the data loader and the checkpoint manager, which the override replaces as on the command line.
+The ``Trainer`` itself needs an accelerator. Optimizers, learning rates, the data loader and the checkpoint manager are
+torchtitan's. The override replaces the manager as on the command line.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class NumberedSamples(torch.utils.data.IterableDataset, Stateful):
 class Training(Stateful):
     """The loop of torchtitan's ``Trainer``, whose step and tokens are part of a checkpoint."""
 
-    def __init__(self, config: JobConfig, folder: str, steps: int) -> None:
+    def __init__(self, config: JobConfig, folder: str, steps: int, workers: int) -> None:
         self.step, self.ntokens_seen, self.steps = 0, 0, steps
         rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         torch.manual_seed(5)
@@ -74,7 +74,9 @@ class Training(Stateful):
         )
         if size > 1:
             fully_shard(self.model, mesh=init_device_mesh("cpu", (size,)))
-        self.loader = ParallelAwareDataloader(NumberedSamples(rank, size), rank, size, batch_size=BATCH // size)
+        self.loader = ParallelAwareDataloader(
+            NumberedSamples(rank, size), rank, size, batch_size=BATCH // size, num_workers=workers
+        )
         self.optimizers = config.optimizer.build(model_parts=[self.model])
         self.lr_schedulers = config.lr_scheduler.build(optimizers=self.optimizers, training_steps=STEPS)
         self.checkpointer = config.checkpoint.build(
@@ -146,6 +148,7 @@ def train(
     load_step: int = -1,
     steps: int = STEPS,
     urls: bool = False,
+    workers: int = 0,
     **checkpoint: Any,
 ) -> str:
     """Train and return a digest of the final state; ``signals`` are by rank and moment."""
@@ -154,7 +157,7 @@ def train(
         import tieredckpt
 
         tieredckpt.enable_urls()
-    training = Training(configured(list(imports), **checkpoint), base_folder, steps)
+    training = Training(configured(list(imports), **checkpoint), base_folder, steps, workers)
     try:
         training.train(say, load_step, (signals or {}).get(rank, {}))
     finally:

@@ -1,4 +1,4 @@
-"""What stays in torchtitan's folder: the last checkpoint, older checkpoints, and those of its own manager."""
+"""torchtitan's checkpoint folder: the last checkpoint, checkpoints of its own manager, and URLs."""
 
 import warnings
 from functools import partial

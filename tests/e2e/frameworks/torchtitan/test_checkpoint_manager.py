@@ -48,6 +48,14 @@ def test_killed_training_continues_bit_equal(agent_dir, titan_zygote, tmp_path, 
         assert after.result == whole.result
 
 
+def test_data_worker_continues_with_the_next_sample(agent_dir, titan_zygote, tmp_path, undisturbed_pair):
+    with_worker = partial(train, workers=1)
+    titan_zygote.run_ranks(2, with_worker, str(tmp_path), {0: {"after 5": KILL}, 1: {"after 5": KILL}})
+    second = titan_zygote.run_ranks(2, with_worker, str(tmp_path))
+    assert min(values_by_step(second[0].lines)) == 5
+    assert [one.result for one in second] == [one.result for one in undisturbed_pair]
+
+
 @pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2)])
 def test_another_number_of_ranks_restores_the_same_bits(agent_dir, titan_zygote, tmp_path, before, after):
     first = titan_zygote.run_ranks(before, train, str(tmp_path), {rank: {"after 5": KILL} for rank in range(before)})
