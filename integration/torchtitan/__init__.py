@@ -14,7 +14,9 @@ with optional_imports("integration.torchtitan", "'tieredckpt[torchtitan]'"):
 __all__ = ["TieredCheckpointManager", "tiered"]
 
 
-@override(target=CheckpointManager.Config, exact=True, description="checkpoints in node memory (tieredckpt)")
+@override(  # type: ignore[untyped-decorator]  # mypy does not read torchtitan
+    target=CheckpointManager.Config, exact=True, description="checkpoints in node memory (tieredckpt)"
+)
 def tiered(
     config: CheckpointManager.Config, url: str = "", durable: str | None = None, durable_every: int | None = None
 ) -> TieredCheckpointManager.Config:

@@ -10,7 +10,7 @@ import logging
 import signal
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -125,7 +125,7 @@ class TieredCheckpointManager(CheckpointManager):
         if last_step and curr_step == 0:  # a seed checkpoint has no training state
             self._save_last_step(curr_step)
             return True
-        states = _LazyStates(self._flattened_model_states_sd)
+        states = cast("dict[str, Any]", _LazyStates(self._flattened_model_states_sd))  # any mapping is a state
         ends = self._sigterm if self._is_preempted(curr_step) else None
         if ends is not None:
             self._stop(states, curr_step, ends)
@@ -145,7 +145,7 @@ class TieredCheckpointManager(CheckpointManager):
         requested = sigterm.requested
         return requested if self._agreement is None else self._agreement.is_last(step, told=requested)
 
-    def _stop(self, states: Mapping[str, Any], step: int, sigterm: PreemptionHandler) -> None:
+    def _stop(self, states: dict[str, Any], step: int, sigterm: PreemptionHandler) -> None:
         """Seal the step on all ranks, and end each by SIGTERM or by the handler that was installed before."""
         job = self.checkpointer.job
         try:

@@ -165,6 +165,17 @@ def train(
     return training.digest()
 
 
+def save_seed_checkpoint(say: Any, base_folder: str) -> str:
+    """Save a model with changed weights as step 0, and return the digest that a training begins with."""
+    training = Training(configured([OVERRIDE]), base_folder, STEPS, 0)
+    with torch.no_grad():
+        for parameter in training.model.parameters():
+            parameter.mul_(2)
+    training.checkpointer.save(0, last_step=True)
+    training.checkpointer.close()
+    return training.digest()
+
+
 def saved_folders(folder: str | Path) -> set[str]:
     """Return the names of the checkpoints that torchtitan wrote to its folder."""
     return {one.name for one in (Path(folder) / "checkpoint").glob("step-*")}

@@ -13,7 +13,16 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from tests.support.bits import assert_same_bits
 from tests.support.local_nodes import wait_until
-from tests.support.torchtitan_training import JOB, OVERRIDE, STEPS, URL, configured, saved_folders, train
+from tests.support.torchtitan_training import (
+    JOB,
+    OVERRIDE,
+    STEPS,
+    URL,
+    configured,
+    save_seed_checkpoint,
+    saved_folders,
+    train,
+)
 from tests.support.transformers_training import KILL, values_by_step
 from tieredckpt import UsageError, enable_urls, load
 
@@ -65,6 +74,14 @@ def test_load_step_names_a_step_of_the_job_or_of_the_folder(agent_dir, titan_zyg
         assert alone[0].lines == ["loaded True", f"state {step} {states[step]}"]
     with pytest.raises(AssertionError, match="CheckpointNotFoundError"):
         titan_zygote.run(partial(train, load_step=3, load_only=True), str(tmp_path))
+
+
+def test_training_begins_with_a_seed_checkpoint(agent_dir, titan_zygote, tmp_path, undisturbed_pair):
+    seed = titan_zygote.run(save_seed_checkpoint, str(tmp_path)).result
+    assert saved_folders(tmp_path) == {"step-0"}
+    first = run_pair(titan_zygote, train, tmp_path)
+    assert first[0].lines[:2] == ["loaded True", f"state 0 {seed}"]
+    assert seed != values_by_step(undisturbed_pair[0].lines, "state")[0]
 
 
 def test_dcp_reads_a_step_by_its_url(agent_dir, titan_zygote, tmp_path):
