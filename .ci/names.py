@@ -30,6 +30,7 @@ TWICE = {
     "settings": "the only module of its package that reads the environment",
     "testing": "what its package gives to tests",
     "main": "a program's entry point",
+    "tiered": "what a user of a framework writes to activate the tiers",
     "elastic_event_detected": "HyperPod's import path of the same function",
 }
 GERUNDS = {

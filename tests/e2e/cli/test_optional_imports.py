@@ -31,6 +31,7 @@ HDFS = "durable.url hdfs://h/x " + install("pyarrow", "pyarrow")
 LIGHTNING = "integration.lightning " + install("lightning", "'tieredckpt[lightning]'")
 ACCELERATE = "integration.accelerate " + install("accelerate", "'tieredckpt[accelerate]'")
 TORCHFT = "integration.torchft " + install("torchft", "'tieredckpt[torchft]'")
+TORCHTITAN = "integration.torchtitan " + install("torchtitan", "'tieredckpt[torchtitan]'")
 TRANSFORMERS = "integration.transformers " + install("transformers", "'tieredckpt[transformers]'")
 AGENT = install("hyperpod_elastic_agent", "--no-deps hyperpod-elastic-agent")
 AGENT_SERVER = install("fastapi", 'fastapi==0.131.0 "uvicorn[standard]" psutil')
@@ -98,6 +99,7 @@ ENTRIES = {
     LIGHTNING: ("lightning", "integration.lightning", "integration.lightning.trainer_plugins"),
     ACCELERATE: ("accelerate", "integration.accelerate", "integration.accelerate.accelerator_steps"),
     TORCHFT: ("torchft", "integration.torchft", "integration.torchft.tiered_transport"),
+    TORCHTITAN: ("torchtitan", "integration.torchtitan", "integration.torchtitan.checkpoint_manager"),
     TRANSFORMERS: ("transformers", "integration.transformers"),
     KUBERNETES: (
         "kubernetes",
@@ -152,7 +154,7 @@ assert not any(codes), codes
 
 
 def test_help_needs_no_extra(run_without):
-    frameworks = "transformers accelerate safetensors lightning torchft"
+    frameworks = "transformers accelerate safetensors lightning torchft torchtitan"
     packages = f"kubernetes {frameworks} nixl_cu12 nixl_cu13 s3fs hyperpod_elastic_agent"
     code, out, err = run_without(packages, "-c", SHOW_HELP)
     assert (code, err) == (0, "")
