@@ -9,6 +9,7 @@ import os
 import shutil
 import signal
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from typing import Any
 import ray
 import ray.train
 import torch
+from ray.core.generated import autoscaler_pb2
 from ray.train import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
 from ray.train.torch import TorchTrainer
 
@@ -87,6 +89,24 @@ def fit(
     return trainer.fit()
 
 
+def events(folder: Path, name: str, kind: str) -> list[tuple[Any, ...]]:
+    """Return rank, step and value of each event of a kind."""
+    lines = (folder / f"{name}.jsonl").read_text().splitlines()
+    return [tuple(line[1:]) for line in map(json.loads, lines) if line[0] == kind]
+
+
+def announce_preemption(deadline_s: float) -> None:
+    """Drain this node, as a cloud's agent does before it takes the machine away."""
+    context = ray.get_runtime_context()
+    accepted, problem = ray._raylet.GcsClient(address=context.gcs_address).drain_node(
+        context.get_node_id(),
+        autoscaler_pb2.DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION"),
+        "test",
+        int(1000 * (time.time() + deadline_s)),
+    )
+    assert accepted, problem
+
+
 def make_state() -> dict[str, Any]:
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.Dropout(0.3), torch.nn.Linear(32, 8))
@@ -107,7 +127,7 @@ def digest(state: dict[str, Any]) -> str:
 def train(config: dict[str, Any]) -> None:
     """Train to ``steps``, with one fault a run. ``fault``: its rank and step, before the step is reported.
 
-    ``torn``: whether the other ranks save the step.
+    ``torn``: whether the other ranks save the step. ``drain``: step before which rank 0 announces a preemption.
     """
     rank = ray.train.get_context().get_world_rank()
     events = Path(config["events"])
@@ -129,6 +149,10 @@ def train(config: dict[str, Any]) -> None:
         optimizer.step()
         optimizer.zero_grad()
         record("loss", step, loss.item().hex())
+        if config.get("drain") == step:
+            if rank == 0:
+                announce_preemption(120)
+            wait_until(ray.train.get_preemption_info, "Ray reports the preemption")  # with all ranks
         if config.get("fault") == [rank, step] and _is_first_time(events):
             if config.get("torn"):
                 ray.train.get_preemption_info()  # the other ranks pass this point of report() and save

@@ -31,6 +31,7 @@ HDFS = "durable.url hdfs://h/x " + install("pyarrow", "pyarrow")
 LIGHTNING = "integration.lightning " + install("lightning", "'tieredckpt[lightning]'")
 ACCELERATE = "integration.accelerate " + install("accelerate", "'tieredckpt[accelerate]'")
 TORCHFT = "integration.torchft " + install("torchft", "'tieredckpt[torchft]'")
+RAY = "integration.ray_train " + install("ray", "'tieredckpt[ray]'")
 TRANSFORMERS = "integration.transformers " + install("transformers", "'tieredckpt[transformers]'")
 AGENT = install("hyperpod_elastic_agent", "--no-deps hyperpod-elastic-agent")
 AGENT_SERVER = install("fastapi", 'fastapi==0.131.0 "uvicorn[standard]" psutil')
@@ -98,6 +99,7 @@ ENTRIES = {
     LIGHTNING: ("lightning", "integration.lightning", "integration.lightning.trainer_plugins"),
     ACCELERATE: ("accelerate", "integration.accelerate", "integration.accelerate.accelerator_steps"),
     TORCHFT: ("torchft", "integration.torchft", "integration.torchft.tiered_transport"),
+    RAY: ("ray", "integration.ray_train", "integration.ray_train.run_checkpoints"),
     TRANSFORMERS: ("transformers", "integration.transformers"),
     KUBERNETES: (
         "kubernetes",
