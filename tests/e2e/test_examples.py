@@ -44,6 +44,15 @@ def test_torchft_example_recovers_a_killed_replica(agent_dir):
     assert len({line.partition(", weights ")[2] for line in lines[1:]}) == 1
 
 
+@pytest.mark.nightly
+def test_ray_example_resumes_after_a_killed_worker(agent_dir, monkeypatch):
+    pytest.importorskip("ray", reason="ray is not installed: pip install tieredckpt[ray]")
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    lines = run(EXAMPLES / "ray_train_run.py").splitlines()
+    assert "resumed at step 3, ended at step 5" in lines
+    assert "restored step 5 from its checkpoint" in lines
+
+
 @pytest.mark.parametrize("second", [1, 3])
 def test_fsdp2_example_resumes_at_another_world_size(agent_dir, second):
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]

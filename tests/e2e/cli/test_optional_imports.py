@@ -32,6 +32,7 @@ LIGHTNING = "integration.lightning " + install("lightning", "'tieredckpt[lightni
 ACCELERATE = "integration.accelerate " + install("accelerate", "'tieredckpt[accelerate]'")
 TORCHFT = "integration.torchft " + install("torchft", "'tieredckpt[torchft]'")
 TORCHTITAN = "integration.torchtitan " + install("torchtitan", "'tieredckpt[torchtitan]'")
+RAY = "integration.ray_train " + install("ray", "'tieredckpt[ray]'")
 TRANSFORMERS = "integration.transformers " + install("transformers", "'tieredckpt[transformers]'")
 AGENT = install("hyperpod_elastic_agent", "--no-deps hyperpod-elastic-agent")
 AGENT_SERVER = install("fastapi", 'fastapi==0.131.0 "uvicorn[standard]" psutil')
@@ -100,6 +101,7 @@ ENTRIES = {
     ACCELERATE: ("accelerate", "integration.accelerate", "integration.accelerate.accelerator_steps"),
     TORCHFT: ("torchft", "integration.torchft", "integration.torchft.tiered_transport"),
     TORCHTITAN: ("torchtitan", "integration.torchtitan", "integration.torchtitan.checkpoint_manager"),
+    RAY: ("ray", "integration.ray_train", "integration.ray_train.run_checkpoints"),
     TRANSFORMERS: ("transformers", "integration.transformers"),
     KUBERNETES: (
         "kubernetes",
