@@ -1,4 +1,4 @@
-"""Batch inference: a function applied to lines of JSON by any number of nodes that come and go (``elastic map``).
+"""Batch inference: a function applied to lines of JSON by nodes that come and go (``elastic map``).
 
 ::
 

@@ -1,4 +1,4 @@
-"""Chunks of an input file: consecutive byte ranges that begin and end with lines. Pure, except for reading the file."""
+"""Chunks of an input file: consecutive byte ranges made of complete lines."""
 
 from __future__ import annotations
 
@@ -33,6 +33,8 @@ class ChunkPlan(msgspec.Struct, frozen=True):
     chunk_size: int
     """Inputs per chunk. The last chunk may have fewer."""
     chunks: list[InputChunk]
+    resolved: dict[str, object] | None = None
+    """Options that the first node has resolved, such as a step. ``None``: use ``options``."""
 
     @property
     def inputs(self) -> int:
@@ -48,7 +50,10 @@ class InputLine(NamedTuple):
 
 
 def cut_chunks(lines: Iterable[bytes], chunk_size: int) -> Iterator[InputChunk]:
-    """Yield chunks of ``chunk_size`` inputs. Blank lines belong to the chunk before them and are not inputs."""
+    """Yield chunks of ``chunk_size`` inputs.
+
+    Blank lines belong to the chunk before them and are not inputs.
+    """
     start = stop = 0
     first_line = number = 1
     inputs = 0
@@ -67,7 +72,10 @@ def cut_chunks(lines: Iterable[bytes], chunk_size: int) -> Iterator[InputChunk]:
 
 
 def plan_chunks(path: Path, function: str, options: dict[str, object], chunk_size: int) -> ChunkPlan:
-    """Read the input once and return its plan. Raises :class:`PolicyError` if the file is missing or a folder."""
+    """Read the input once and return its plan.
+
+    Raises :class:`PolicyError` if the file is missing or a folder.
+    """
     try:
         with path.open("rb") as file:
             return ChunkPlan(function, options, chunk_size, list(cut_chunks(file, chunk_size)))

@@ -177,9 +177,9 @@ def stop_on_signals(stop: Callable[[], None]) -> Iterator[None]:
 
 
 def join_output(work: WorkDirectory, plan: ChunkPlan, output: Path) -> dict[str, int]:
-    """Write the finished chunks to ``output`` in order, and return the counts. Any number of nodes may call it at once.
+    """Write the finished chunks to ``output`` in order, and return the counts.
 
-    Raises :class:`elastic.errors.ChunkDamagedError` if a chunk is damaged.
+    Any number of nodes may call it at once. Raises :class:`elastic.errors.ChunkDamagedError` if a chunk is damaged.
     """
     if (result := work.result()) is not None:
         return result

@@ -38,6 +38,15 @@ def load_function(name: str, options: Mapping[str, Any]) -> MapFunction:
     return function
 
 
+def resolve_options(task: str, options: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return the options that all nodes of a job use, or ``None`` if the task does not resolve them.
+
+    A task with ``resolve_options`` fixes values that may differ when the next node starts.
+    """
+    resolve = getattr(_find(task), "resolve_options", None)
+    return None if resolve is None else resolve(options)
+
+
 def task_names() -> list[str]:
     """Return the names of the built-in tasks."""
     return sorted(entry_points(group=MAP_TASK_ENTRY_POINTS).names)

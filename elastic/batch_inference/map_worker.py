@@ -1,6 +1,6 @@
-"""A worker process of ``elastic map``: claim a chunk, call the function for its inputs, publish the output, repeat.
+"""A worker process of ``elastic map``.
 
-The worker reports to its parent on its standard output, and redirects the function's output to standard error.
+It claims a chunk, calls the function for its inputs, publishes the output, and repeats. The worker reports to its parent on its standard output, and redirects the function's output to standard error.
 """
 
 from __future__ import annotations
@@ -199,7 +199,7 @@ def main() -> int:
     try:
         plan = WorkDirectory(Path(options.work)).plan()
         try:
-            function = load_function(plan.function, plan.options)
+            function = load_function(plan.function, plan.options if plan.resolved is None else plan.resolved)
         except ElasticError:
             raise
         except Exception as error:  # noqa: BLE001 - any error of the user's module

@@ -1,4 +1,4 @@
-"""The directory that the nodes of one job share: plan, claims, partial outputs, finished chunks, result.
+"""The directory that the nodes of one job share.
 
 ::
 
@@ -8,9 +8,10 @@
     done/CHUNK              the finished output; its creation fails if the file exists
     result.json             the counts, after the joined output has its name
 
-A lease is a file created with ``O_EXCL``. The owner renews it by changing its contents. A claimant that observes the
-same contents for the duration of the lease, on its own monotonic clock, creates the file with the next number, and
-exactly one claimant can. On the machine of the owner, an owner that has exited loses its lease at once.
+A lease is a file created with ``O_EXCL``. The owner renews it by changing its contents. A claimant observes
+the contents with its own monotonic clock. If they stay the same for the duration of the lease, it creates the file with
+the next number. Exactly one claimant succeeds. On the machine of the owner, an owner that has exited loses its lease
+at once.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import secrets
 import shutil
 import threading
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -96,7 +97,7 @@ class ClaimRecord(NamedTuple):
 
 
 class LeaseObserver:
-    """Expiry of leases by observation: a lease whose contents stayed the same for ``lease_s`` seconds has expired."""
+    """Expiry of leases: the contents stayed the same for ``lease_s`` seconds."""
 
     def __init__(self, lease_s: float) -> None:
         self.lease_s = lease_s
@@ -176,14 +177,16 @@ class WorkDirectory:
     def __init__(self, path: Path) -> None:
         self.path = path
 
-    def begin(self, plan: ChunkPlan) -> None:
+    def begin(self, plan: ChunkPlan, resolve: Callable[[], dict[str, object] | None] = lambda: None) -> None:
         """Create the directory for ``plan``, or resume the job in it.
 
-        Raises :class:`PolicyError` if the directory belongs to another job.
+        The first node calls ``resolve`` for the options that all nodes use. Raises :class:`PolicyError` if the
+        directory belongs to another job.
         """
         self.path.mkdir(parents=True, exist_ok=True)
         if not (self.path / "plan.json").exists():
-            self._publish("plan.json", msgspec.json.encode(plan), is_first=True)
+            first = msgspec.structs.replace(plan, resolved=resolve())
+            self._publish("plan.json", msgspec.json.encode(first), is_first=True)
         if change := changed_part(self.plan(), plan):
             raise PolicyError(
                 f"Cannot resume in {str(self.path)!r}: {change}. Repeat the first command, or remove that directory "
@@ -259,7 +262,7 @@ class WorkDirectory:
         return self.path / "parts" / f"{lease.chunk:08d}.{lease.number}"
 
     def salvage(self, lease: ChunkLease, inputs: int) -> SalvagedChunk:
-        """Return the longest partial output of earlier leases, and the positions at which their owners were lost."""
+        """Return the longest partial output of earlier leases, and the positions of lost owners."""
         best: list[bytes] = []
         losses: Counter[int] = Counter()
         for number in range(lease.number):
@@ -272,7 +275,10 @@ class WorkDirectory:
         return SalvagedChunk(best, losses)
 
     def finish_chunk(self, lease: ChunkLease, part: int) -> bool:
-        """Give the partial output, open as ``part``, its final name. Return whether this process was the first."""
+        """Give the partial output its final name, and return whether this process was the first.
+
+        ``part`` is its open file.
+        """
         path = self.part_file(lease)
         os.fsync(part)
         try:
@@ -293,7 +299,10 @@ class WorkDirectory:
         return was_first
 
     def read_done(self, number: int, chunk: InputChunk) -> FinishedChunk:
-        """Return the output of a finished chunk. Raises :class:`ChunkDamagedError` if it is not as it was written."""
+        """Return the output of a finished chunk.
+
+        Raises :class:`ChunkDamagedError` if it differs from its checksum.
+        """
         path = self._done_file(number)
         body, _, footer = path.read_bytes().rpartition(_FOOTER)
         lines = body.split(b"\n")[:-1]

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 @click.command("map", short_help="Apply a function to lines of JSON, on nodes that come and go.")
 @click.argument("paths", nargs=-1, metavar="[FUNCTION] INPUT OUTPUT", required=True)
 @click.option("--task", metavar="NAME", help="Built-in task, instead of FUNCTION.")
+@click.option("--model", metavar="NAME|FOLDER|tiered://JOB", help="Model of the task: the same as --option model=.")
 @click.option(
     "--option",
     "options",
@@ -59,7 +60,12 @@ if TYPE_CHECKING:
     metavar="N",
     help="Stop processing an input during which N workers were lost.",
 )
-@click.option("--timeout", type=click.FloatRange(0, min_open=True), metavar="S", help="Seconds that one call may take.")
+@click.option(
+    "--timeout",
+    type=click.FloatRange(0, min_open=True),
+    metavar="S",
+    help="Seconds that one call may take, with its retries.",
+)
 @click.option(
     "--lease",
     type=click.FloatRange(0.5),
@@ -77,6 +83,7 @@ def map_command(
     *,
     paths: tuple[str, ...],
     task: str | None,
+    model: str | None,
     options: tuple[str, ...],
     workers: int,
     chunk_size: int,
@@ -98,6 +105,7 @@ def map_command(
     """
     from elastic.batch_inference.chunk_plan import plan_chunks
     from elastic.batch_inference.map_node import MapNode, join_output, stop_on_signals
+    from elastic.batch_inference.map_task import resolve_options
     from elastic.batch_inference.map_worker import WorkerOptions
     from elastic.batch_inference.work_directory import WorkDirectory
 
@@ -105,10 +113,11 @@ def map_command(
         raise click.UsageError("write FUNCTION INPUT OUTPUT, or --task NAME INPUT OUTPUT")
     began = time.monotonic()
     source, output = Path(paths[-2]), Path(paths[-1])
-    plan = plan_chunks(source, task or _absolute(paths[0]), _parse_options(options), chunk_size)
+    values = _parse_options(options) | ({} if model is None else {"model": model})
+    plan = plan_chunks(source, task or _absolute(paths[0]), values, chunk_size)
     directory = WorkDirectory(work or output.with_name(f"{output.name}.work"))
     _check_output(source, output, directory.path)
-    directory.begin(plan)
+    directory.begin(plan, lambda: None if task is None else resolve_options(task, values))
     worker_options = WorkerOptions(
         input=str(source.absolute()),
         work=str(directory.path.absolute()),
@@ -154,7 +163,7 @@ def progress_text(progress: MapProgress) -> str:
 
 
 def _absolute(function: str) -> str:
-    """Return the function with an absolute path: workers and other nodes may have other current directories."""
+    """Return the function with an absolute path, for other current directories."""
     module, colon, name = function.rpartition(":")
     if not colon:
         raise click.UsageError(

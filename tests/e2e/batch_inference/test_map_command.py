@@ -1,4 +1,4 @@
-"""``elastic map``: each input once, in order, whatever happens to workers and nodes."""
+"""``elastic map``: each input once, in order, despite lost workers and nodes."""
 
 import contextlib
 import json
@@ -162,7 +162,7 @@ def test_stopped_job_is_resumed_by_the_same_command(map_job):
     _, err = node.communicate(timeout=200)
     assert node.returncode == 7, err
     assert not map_job.output.exists()
-    code, _, err = map_job.run("hold", "--chunk-size", "5", "--lease", "600")  # leases were given up, and none expires
+    code, _, err = map_job.run("hold", "--chunk-size", "5", "--lease", "600")  # leases have ended, and none expires
     assert code == 0, err
     assert [result["id"] for result in map_job.results()] == list(range(30))
     assert sorted(number for _, number in map_job.calls()) == list(range(30))

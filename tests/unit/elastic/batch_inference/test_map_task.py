@@ -91,7 +91,7 @@ def test_failed_input_becomes_a_line_with_its_error():
 
 
 @pytest.mark.parametrize("text", ["{", "\udcff", "nul"])
-def test_input_that_is_not_json_fails_without_a_call(text):
+def test_input_without_json_fails_without_a_call(text):
     task = MapTask(pytest.fail, takes_lists=False, retries=2)
     (line,) = task.lines_for([InputLine(1, text.encode(errors="surrogateescape"))])
     record = json.loads(line[1:])
@@ -101,7 +101,7 @@ def test_input_that_is_not_json_fails_without_a_call(text):
 
 
 @pytest.mark.parametrize("output", [float("nan"), {1, 2}, "\ud800"])
-def test_output_that_is_not_json_is_an_error(output):
+def test_output_outside_of_json_is_an_error(output):
     ((mark, record),) = results(MapTask(lambda _: output, takes_lists=False, retries=0), "1")
     assert mark == b"1"
     assert record["input"] == 1
