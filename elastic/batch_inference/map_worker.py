@@ -1,6 +1,7 @@
 """A worker process of ``elastic map``.
 
-It claims a chunk, calls the function for its inputs, publishes the output, and repeats. The worker reports to its parent on its standard output, and redirects the function's output to standard error.
+It claims a chunk, calls the function for its inputs, publishes the output, and repeats. The worker
+reports to its parent on its standard output, and redirects the function's output to standard error.
 """
 
 from __future__ import annotations

@@ -136,7 +136,8 @@ def load_model_from_step(url: str, config: str, dtype: str = "auto") -> Any:
     missing in the step, or the errors of a load.
     """
     settings = AutoConfig.from_pretrained(config)
-    model: Any = AutoModelForCausalLM.from_config(settings, **({} if dtype == "auto" else {"dtype": dtype}))
+    factory: Any = AutoModelForCausalLM
+    model: Any = factory.from_config(settings, **({} if dtype == "auto" else {"dtype": dtype}))
     reader = TieredReader(url)
     reader.resumes_job = False  # training does not continue from this load
     with closing(reader):

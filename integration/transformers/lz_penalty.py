@@ -13,8 +13,8 @@ class LZPenalty(LogitsProcessor):
     """Lower the score of each token by the bits that an LZ77 coder would save with it.
 
     Let ``w`` be the last ``window`` tokens and ``V`` the number of tokens of the model. Some ends of ``w``
-    occur earlier in ``w``, followed by a token ``a``. ``m(a)`` is the length of the longest, at most ``buffer``. The coder can
-    replace these ``m`` tokens and ``a`` by one reference, of a position and a length::
+    occur earlier in ``w``, followed by a token ``a``. ``m(a)`` is the length of the longest, at most ``buffer``. The
+    coder can replace these ``m`` tokens and ``a`` by one reference, of a position and a length::
 
         C(n) = log2(window) + log2(buffer + 1)                  bits of a reference to n tokens
         s(a) = max(0, log2(V) - C(m(a) + 1) / (m(a) + 1))       bits saved for each of its tokens
