@@ -17,6 +17,7 @@
     ├── CacheFullError                the cache was required, and the batch does not fit: enlarge it
     ├── PrepareError                  the user's ``prepare`` raised: the cause is its error, the message names the batch
     ├── NonFiniteLossError            all ranks drop a step with a non-finite loss
+    ├── ChunkDamagedError             a file of a batch inference job is damaged: remove it, it is computed again
     ├── UnhealthyProcessError         this process is unfit for another world: it exits, and a new one replaces it
     └── JobFailedError                the job cannot continue: the message has the reason, and how to resume
 
@@ -75,6 +76,10 @@ def _non_finite(message: str, final: bool) -> NonFiniteLossError:
 
 class UnhealthyProcessError(ElasticError):
     """This process is unfit for another world."""
+
+
+class ChunkDamagedError(ElasticError):
+    """A file of a batch inference job differs from its checksum."""
 
 
 class JobFailedError(ElasticError):

@@ -21,6 +21,7 @@ _OWN = {
     "inject": "elastic.cli.job_control:inject_command",
     "plan": "elastic.cli.plan:batch_plan_command",
     "reshard": "elastic.cli.reshard:reshard_command",
+    "map": "elastic.cli.map:map_command",
     "demo": "elastic.cli.demo:elastic_demo_command",
 }
 
@@ -38,6 +39,7 @@ def elastic_commands() -> None:
 
     `elastic run train.py` starts a job whose ranks keep their processes when the number of nodes changes. `join` to
     `inject` control a running job. `plan` shows how a batch is split, and `reshard` changes a checkpoint's sharding.
+    `map` applies a function to lines of JSON.
     """
 
 

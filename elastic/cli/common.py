@@ -16,9 +16,10 @@ from tieredckpt.cli.exit_codes import CODES_BY_ERROR, ExitCode, exit_code_for
 ELASTIC_EXIT_HELP = """\b
 Exit codes:
   0  done; `run`: all ranks have finished, or this node was removed
-  1  failed; the message says why
+  1  failed; the message says why; `map`: some inputs failed
   2  the command line, the policy or a setting is wrong, or SCRIPT never called elastic.run
   3  no such job runs on this machine
+  4  `map`: a file of the job is damaged; the message names it
   5  the coordinator did not answer: the state of the job is unknown
   6  the coordinator refused (another secret, the same node twice, too few nodes)
   7  the job was stopped; the same command resumes it
@@ -39,6 +40,7 @@ class ElasticScreen(CommandOutput):
             errors.JobNotFoundError: ExitCode.NOT_FOUND,
             errors.ControlPlaneUnavailableError: ExitCode.UNAVAILABLE,
             errors.JobFailedError: ExitCode.JOB_FAILED,
+            errors.ChunkDamagedError: ExitCode.DAMAGED,
             PeerStoreError: ExitCode.UNAVAILABLE,
         }
     )
