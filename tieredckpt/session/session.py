@@ -205,7 +205,7 @@ class Session:
         return max([known, *(view.version_id.epoch for view in inventory.views)])
 
     def list_steps(self, *, fresh: bool = False, patience_s: float = 0.0) -> StepInventory:
-        """Return the steps that the agent knows. An agent that started anew receives the job's settings first."""
+        """Return the steps that the agent knows. A new agent receives the job's settings first."""
         store = self.agent.store
         while True:
             self.registration.follow_restart()

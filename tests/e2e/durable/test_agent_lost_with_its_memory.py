@@ -1,4 +1,4 @@
-"""A process finds durable steps although its agent was lost with its memory and started anew."""
+"""A process finds durable steps after its agent was lost with its memory."""
 
 from __future__ import annotations
 
