@@ -328,20 +328,19 @@ def _knows_durable_tier(agent: NodeAgentClient, job: str, shards: Collection[Sha
 
 
 def _wait_deleted_elsewhere(agent: NodeAgentClient, job: str, memory: JobMemory) -> bool:
-    """Wait until another node has deleted the newest version of ``memory``, because it is durable.
+    """Wait until another node has deleted all versions of ``memory``, and return whether that happened.
 
-    Return whether that happened. Pinned versions and those in use remain.
+    Pinned versions and those in use remain.
     """
     if memory.used or memory.pinned or not memory.versions:
         return False
-    newest = max(memory.versions, key=lambda version_id: version_id.version)
 
     def is_pending() -> bool:
         versions = _job_memory(agent, job).versions
-        return newest in versions and Tier.PEER not in agent.list_steps(job, fresh=True).unreachable
+        return bool(versions) and Tier.PEER not in agent.list_steps(job, fresh=True).unreachable
 
     _wait_while(is_pending, time.monotonic() + _RELEASED_S)
-    return newest not in _job_memory(agent, job).versions
+    return not _job_memory(agent, job).versions
 
 
 def _is_first_part(shard: ShardInfo) -> bool:
@@ -350,9 +349,9 @@ def _is_first_part(shard: ShardInfo) -> bool:
 
 
 def _delete_everywhere(agent: NodeAgentClient, job: str, versions: Sequence[VersionId]) -> None:
-    """Delete durable versions from the memory of all nodes."""
+    """Delete durable versions from all nodes, and older ones from nodes with replicas only."""
     try:
-        agent.drop_steps(job, versions, durable=False)
+        agent.drop_steps(job, versions, durable=False, superseded=True)
     except (TieredCheckpointError, PeerStoreError) as error:  # other nodes have exited, with or without these versions
         log.info("%s", error)
 

@@ -252,6 +252,8 @@ class DeleteVersions(msgspec.Struct, frozen=True):
     """Request to delete these versions of the job, on behalf of its owner."""
 
     versions: Annotated[tuple[VersionId, ...], msgspec.Meta(max_length=1024)]
+    superseded: bool = False
+    """Whether nodes that wrote no shard of the job also delete all older versions."""
 
 
 class VersionNotDurable(msgspec.Struct, frozen=True):

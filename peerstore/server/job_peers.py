@@ -239,9 +239,12 @@ class JobPeers:
             left = left[last + 1 :]
         return found
 
-    def broadcast_delete(self, groups: Sequence[VersionId]) -> dict[str, str]:
-        """Delete these versions on all other nodes in parallel; return the unreachable nodes with the reason."""
-        return self._broadcast("delete_versions", DeleteVersions(tuple(groups)))
+    def broadcast_delete(self, groups: Sequence[VersionId], *, superseded: bool = False) -> dict[str, str]:
+        """Delete these versions on all other nodes in parallel; return the unreachable nodes with the reason.
+
+        With ``superseded``, nodes that wrote no shard of the job also delete all older versions.
+        """
+        return self._broadcast("delete_versions", DeleteVersions(tuple(groups), superseded))
 
     def broadcast_not_durable(self, group: VersionId, why: str) -> dict[str, str]:
         """Report to all other nodes that this version is not durable; return the unreachable nodes and why."""

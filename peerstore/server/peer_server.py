@@ -273,7 +273,10 @@ class _PeerSession:
 
     def _delete_versions(self, dropped: DeleteVersions) -> None:
         """Delete the versions; versions that are not on this node are ignored."""
-        self._store.delete_versions(self._job_peers.job, list(dropped.versions))
+        job, groups = self._job_peers.job, set(dropped.versions)
+        if dropped.superseded and groups:
+            groups |= self._store.superseded_replicas(job, max(group.version for group in groups))
+        self._store.delete_versions(job, sorted(groups))
 
     def _not_durable(self, said: VersionNotDurable) -> None:
         self._store.listeners.on_not_durable(

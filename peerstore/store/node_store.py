@@ -291,6 +291,13 @@ class NodeStore:
             self.listeners.on_versions_deleted(job, groups)
         return found
 
+    def superseded_replicas(self, job: str, version: int) -> set[VersionId]:
+        """Return the versions up to ``version`` that are not retained, or none if this node wrote any shard."""
+        shards = self.list_shards(job)
+        if any(not shard.holders for shard in shards):
+            return set()
+        return {shard.key.version_id for shard in shards if shard.key.version <= version} - self.retained(job)
+
     def retain(self, job: str, group: VersionId, *, kept: bool = True) -> None:
         """Retain the version in memory even if newer ones are complete, or end that. The mark is persistent."""
         with self.table.exclusive():

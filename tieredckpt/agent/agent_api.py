@@ -435,10 +435,13 @@ class NodeAgentAPI(Protocol):
     def unquarantine(self, job: str, group: VersionId) -> None:
         """Remove this node's mark and the crash count of a step, so that the node may choose it again."""
 
-    def drop_steps(self, job: str, groups: Sequence[VersionId], *, durable: bool = True) -> None:
+    def drop_steps(
+        self, job: str, groups: Sequence[VersionId], *, durable: bool = True, superseded: bool = False
+    ) -> None:
         """Delete these steps from the memory of all nodes.
 
-        With ``durable``, also delete them from the durable tier.
+        With ``durable``, also delete them from the durable tier. With ``superseded``, nodes that wrote no shard of the
+        job also delete all older steps from their memory.
 
         :class:`TierUnavailableError` names the nodes and the store that did not answer: they may still have the steps.
         """
@@ -565,6 +568,8 @@ class DropStepsRequest(msgspec.Struct, frozen=True):
     versions: tuple[VersionId, ...]
     durable: bool = True
     """Whether the durable tier's copies are deleted too."""
+    superseded: bool = False
+    """Whether nodes that wrote no shard of the job also delete all older versions."""
 
 
 class LoadStartedRequest(msgspec.Struct, frozen=True):

@@ -170,8 +170,11 @@ class NodeAgentClient:
     def unquarantine(self, job: str, group: VersionId) -> None:
         self.store.call("unquarantine", UnquarantineRequest(job, group), type(None))
 
-    def drop_steps(self, job: str, groups: Sequence[VersionId], *, durable: bool = True) -> None:
-        self.store.call("drop_steps", DropStepsRequest(job, tuple(groups), durable), type(None), timeout_s=_DROP_S)
+    def drop_steps(
+        self, job: str, groups: Sequence[VersionId], *, durable: bool = True, superseded: bool = False
+    ) -> None:
+        request = DropStepsRequest(job, tuple(groups), durable, superseded)
+        self.store.call("drop_steps", request, type(None), timeout_s=_DROP_S)
 
     def report_load_started(self, job: str, group: VersionId, rank: int) -> None:
         self.store.call("load_started", LoadStartedRequest(job, group, rank), type(None))

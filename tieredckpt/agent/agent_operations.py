@@ -98,7 +98,9 @@ def agent_operations(node: NodeAgentService) -> dict[str, Operation]:
         "quarantine": Operation(QuarantineRequest, none, lambda a, _: node.quarantine(a.job, a.version_id, a.reason)),
         "unquarantine": Operation(UnquarantineRequest, none, lambda a, _: node.unquarantine(a.job, a.version_id)),
         "drop_steps": Operation(
-            DropStepsRequest, none, lambda a, _: node.drop_steps(a.job, a.versions, durable=a.durable)
+            DropStepsRequest,
+            none,
+            lambda a, _: node.drop_steps(a.job, a.versions, durable=a.durable, superseded=a.superseded),
         ),
         "load_started": Operation(
             LoadStartedRequest,

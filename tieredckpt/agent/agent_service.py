@@ -426,7 +426,9 @@ class NodeAgentService(StoreListener):
         }
         return {group: reason for group, reason in found.items() if reason}
 
-    def drop_steps(self, job: str, groups: Sequence[VersionId], *, durable: bool = True) -> None:
+    def drop_steps(
+        self, job: str, groups: Sequence[VersionId], *, durable: bool = True, superseded: bool = False
+    ) -> None:
         survey = self.list_steps(job, fresh=True)
         retained = set() if durable else {view.version_id for view in survey.views if view.durable}
         dropped = [group for group in groups if group not in retained]
@@ -436,7 +438,7 @@ class NodeAgentService(StoreListener):
         unreachable: dict[str, str] = {}
         team = self.peers.team(job) if self.peers is not None else None
         if team is not None:
-            unreachable |= team.broadcast_delete(groups)
+            unreachable |= team.broadcast_delete(groups, superseded=superseded)
         self.store.delete_versions(job, list(groups))
         for name in self.store.list_blobs(job):
             if name.startswith(DAMAGED_BLOB_PREFIX) and any(

@@ -44,6 +44,24 @@ def test_deleted_version_is_gone_everywhere_and_stays_gone():
         assert nodes.holders(V1) | nodes.holders(shard_key(3)) == {*ALL}
 
 
+def test_superseded_replicas_are_deleted_unless_retained():
+    """The owner names a version that has not reached every node."""
+    with local_nodes(*ALL, copies=3) as nodes:
+        writer, retaining, other = ALL
+        write_everywhere(nodes, [1])
+        nodes[retaining].store.retain("job", V1.version_id)
+        wait_until(lambda: nodes_retaining(nodes) == {*ALL}, "all nodes retain the version")
+        write_everywhere(nodes, [2, 3])
+        before = {fact.key for fact in nodes[writer].store.list_shards("job")}
+        assert len(before) > 1
+        later = shard_key(4).version_id
+        assert nodes[writer].job_peers.broadcast_delete([later], superseded=True) == {}
+        for name in (retaining, other):
+            assert {fact.key.version_id for fact in nodes[name].store.list_shards("job")} == {V1.version_id}
+        assert nodes[other].job_peers.broadcast_delete([later], superseded=True) == {}
+        assert {fact.key for fact in nodes[writer].store.list_shards("job")} == before, "the writer keeps its shards"
+
+
 def test_answering_nodes_delete_a_version_while_others_are_silent():
     names = [f"n{number}" for number in range(1, 10)]
     silent, last = names[1:7], names[8]
