@@ -7,12 +7,12 @@ import signal
 
 import pytest
 import torch
+import torch.distributed.checkpoint
 
 import tieredckpt
 from tests.support.agents import stop_agent
 from tests.support.bits import assert_same_bits
 from tieredckpt import Checkpointer
-from tieredckpt.dcp.tiered_urls import enable_urls
 from tieredckpt.session.session import close_sessions
 
 pytestmark = [pytest.mark.filterwarnings("ignore:torch.distributed is disabled"), pytest.mark.e2e]
@@ -70,7 +70,7 @@ def test_load_by_url_finds_the_durable_step(lose_agent, tmp_path, monkeypatch):
     lose_agent()
     assert_same_bits(tieredckpt.load(f"tiered://{JOB}"), values(3))
     lose_agent()
-    enable_urls()
     state = values(0)
-    torch.distributed.checkpoint.load(state, checkpoint_id=f"tiered://{JOB}")
+    with tieredckpt.enable_urls():
+        torch.distributed.checkpoint.load(state, checkpoint_id=f"tiered://{JOB}")
     assert_same_bits(state, values(3))
