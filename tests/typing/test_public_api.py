@@ -219,7 +219,7 @@ def test_each_package_reads_the_environment_in_one_module():
     readers = {str(path.relative_to(ROOT)) for path in paths if reads(path)}
     # The launcher's variables for ranks, and the variables that a child process inherits, are not configuration.
     inherited = {
-        "tieredckpt/agent/agent_client.py",
+        *("tieredckpt/agent/agent_client.py", "elastic/batch_inference/map_node.py"),
         *("elastic/rendezvous/store_servers.py", "elastic/launcher.py"),
         *("elastic/supervisor/supervisor.py", "elastic/launcher.py"),
         *(
