@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import threading
-from types import SimpleNamespace
 
 import hypothesis
 import hypothesis.strategies as st
@@ -83,10 +82,9 @@ class Session:
         self.job, self.views, self.sealed_step = job, views, sealed
         self.commits = Commits(None if committed is None else VersionId(1, committed, 0, "i1"))
         self.surveys = 0
-        self.agent = SimpleNamespace(list_steps=self._survey)
         self.away = False
 
-    def _survey(self, job: str, *, fresh: bool = False) -> StepInventory:
+    def list_steps(self, *, fresh: bool = False) -> StepInventory:
         self.surveys += 1
         if self.away:
             raise UnavailableError("the node agent does not answer")
