@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import math
 import os
 import signal
@@ -218,10 +219,22 @@ def _corrupt_file(path: Path, planned: PlannedFault) -> None:
         return
     with path.open("r+b", buffering=0) as file:
         for where in range(at % 4096, size, 4096):  # one bit of every page, because a shard does not fill its slot
+            if not _has_page(file.fileno(), where):
+                continue
             file.seek(where)
             byte = file.read(1)
             file.seek(where)
             file.write(bytes([byte[0] ^ 1]))
+
+
+def _has_page(fd: int, where: int) -> bool:
+    """Return whether the file has memory there. A full file system has none for a new page."""
+    try:
+        return os.lseek(fd, where, os.SEEK_DATA) == where
+    except OSError as error:
+        if error.errno != errno.ENXIO:
+            raise
+        return False
 
 
 def _fill_memory(job: FaultJob, planned: PlannedFault) -> ActiveFault | None:
