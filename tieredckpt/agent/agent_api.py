@@ -460,8 +460,13 @@ class NodeAgentAPI(Protocol):
         """Report that the process reached the step after its load (``stepped``), or exits normally."""
 
     def drain_status(self, job: str) -> tuple[DrainStatus, ...]: ...
-    def wait_durable(self, job: str, group: VersionId | None, timeout_s: float) -> DrainStatus | None:
-        """Wait for the upload of one step, or of all started steps for ``None``; return the last state seen."""
+    def wait_durable(
+        self, job: str, group: VersionId | None, timeout_s: float, *, before: int | None = None
+    ) -> DrainStatus | None:
+        """Wait for the upload of one step, or of all started steps for ``None``; return the last state seen.
+
+        ``before``: only the steps before this one.
+        """
 
     def join_peers(self, job: str, plan: JobPeersConfig) -> None:
         """Exchange replicas of this job's shards with its other nodes."""
@@ -598,6 +603,8 @@ class WaitDurableRequest(msgspec.Struct, frozen=True):
     job: str
     version_id: VersionId | None
     timeout_s: float
+    before: int | None = None
+    """Wait only for the steps before this one."""
 
 
 class JoinPeersRequest(msgspec.Struct, frozen=True):

@@ -191,11 +191,13 @@ class NodeAgentClient:
     def drain_status(self, job: str) -> tuple[DrainStatus, ...]:
         return self.store.call("drain_status", AgentJobRequest(job), tuple[DrainStatus, ...], timeout_s=_ADOPTION_S)
 
-    def wait_durable(self, job: str, group: VersionId | None, timeout_s: float) -> DrainStatus | None:
+    def wait_durable(
+        self, job: str, group: VersionId | None, timeout_s: float, *, before: int | None = None
+    ) -> DrainStatus | None:
         deadline = time.monotonic() + timeout_s
         while True:
             remaining_s = max(0.0, deadline - time.monotonic())
-            request = WaitDurableRequest(job, group, min(remaining_s, MAX_AGENT_WAIT_S))
+            request = WaitDurableRequest(job, group, min(remaining_s, MAX_AGENT_WAIT_S), before)
             status = self.store.call(
                 "wait_durable", request, DrainStatus | None, within_s=max(_SLACK_S, request.timeout_s)
             )

@@ -63,7 +63,8 @@ def agent_operations(node: NodeAgentService) -> dict[str, Operation]:
         return node.list_steps(args.job, fresh=args.fresh, patience_s=patience_s)
 
     def wait_durable(args: WaitDurableRequest, _: object) -> DrainStatus | None:
-        return node.wait_durable(args.job, args.version_id, min(max(args.timeout_s, 0.0), MAX_AGENT_WAIT_S))
+        timeout_s = min(max(args.timeout_s, 0.0), MAX_AGENT_WAIT_S)
+        return node.wait_durable(args.job, args.version_id, timeout_s, before=args.before)
 
     def replication_status(args: ShardReplicationRequest, _: object) -> ShardReplication:
         timeout_s = min(max(args.timeout_s, 0.0), MAX_AGENT_WAIT_S)

@@ -499,9 +499,11 @@ class NodeAgentService(StoreListener):
         self._queue_recovered_shards(job)
         return self.drain.status(job)
 
-    def wait_durable(self, job: str, group: VersionId | None, timeout_s: float) -> DrainStatus | None:
+    def wait_durable(
+        self, job: str, group: VersionId | None, timeout_s: float, *, before: int | None = None
+    ) -> DrainStatus | None:
         self._queue_recovered_shards(job)
-        return self.drain.wait(job, group, timeout_s)
+        return self.drain.wait(job, group, timeout_s, before=before)
 
     def join_peers(self, job: str, plan: JobPeersConfig) -> None:
         self._node_peers().join(job, plan)

@@ -258,20 +258,23 @@ class Drain(StoreListener):
         with self._changed:
             return tuple(step.view for (owner, _), step in sorted(self._steps.items()) if owner == job)
 
-    def wait(self, job: str, group: VersionId | None, timeout_s: float) -> DrainStatus | None:
+    def wait(
+        self, job: str, group: VersionId | None, timeout_s: float, *, before: int | None = None
+    ) -> DrainStatus | None:
         """Wait until ``group``, or every step of ``job`` for ``None``, is no longer open; return one status.
 
+        ``before``: only the steps before this one.
         It is the status of the newest open step. With none open, it is the newest failed step's, unless a newer one is
         durable, or else the newest step's. Return ``None`` without any step.
         """
 
         def is_finished() -> bool:
-            steps = self._steps_of(job, group)
+            steps = self._steps_of(job, group, before)
             return not any(step.open for step in steps)
 
         with self._changed:
             self._changed.wait_for(lambda: is_finished() or self._stop.is_set(), deadlines.remaining_s(timeout_s))
-            steps = self._steps_of(job, group)
+            steps = self._steps_of(job, group, before)
             unfinished = [step for step in steps if step.open]
             failed = [step for step in steps if step.state == "failed"]
             done = [step for step in steps if step.state == "done"]
@@ -279,8 +282,12 @@ class Drain(StoreListener):
                 return failed[-1].view
             return (unfinished or steps)[-1].view if steps else None
 
-    def _steps_of(self, job: str, group: VersionId | None) -> list[_DrainingStep]:
-        steps = [step for (owner, found), step in self._steps.items() if owner == job and group in (None, found)]
+    def _steps_of(self, job: str, group: VersionId | None, before: int | None = None) -> list[_DrainingStep]:
+        steps = [
+            step
+            for (owner, found), step in self._steps.items()
+            if owner == job and group in (None, found) and (before is None or found.version < before)
+        ]
         return sorted(steps, key=lambda step: step.version_id)
 
     def stop(self) -> None:

@@ -332,7 +332,7 @@ class Checkpointer:
                 if self._joined:
                     self._queue.require_copies(session)
                 if wanted and self.settings.durable.on_busy == "wait":
-                    session.durable.wait_for_drain(self.settings.durable.retry_s)
+                    session.durable.wait_for_drain(step, self.settings.durable.retry_s)
                 options = SaveOptions(wanted, required=required, keep=keep, finite=self._wants_finite)
                 job = self._queue.stage(session, found, key, options, wait_s=wait_s)
         except BaseException:
@@ -531,7 +531,9 @@ class Checkpointer:
             if tier == "memory" or not self.settings.durable.url:
                 return tier == "memory"
             left_s = max(0.0, deadline - time.monotonic())
-            view = self.session.agent.wait_durable(self._location.job, None, left_s)
+            sealed = self.session.sealed_step  # other ranks may have saved a later step, which needs this rank's part
+            before = sealed + 1 if sealed >= 0 else None
+            view = self.session.agent.wait_durable(self._location.job, None, left_s, before=before)
         except (StoreBusyError, UnavailableError) as error:
             why = str(error)
         else:

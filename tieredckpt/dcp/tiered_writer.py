@@ -351,7 +351,7 @@ class TieredWriter(SlotStager, StorageWriter):
         if not self.settings.memory.trust_objects:
             work.warn_unsafe_objects()
         if options.durable and self.settings.durable.on_busy == "wait":
-            session.durable.wait_for_drain(self.settings.durable.retry_s)
+            session.durable.wait_for_drain(job.key.version, self.settings.durable.retry_s)
         staged = self._slot_for(job, work, decision.parts)
         table = work.planned.table if isinstance(work, CachedWrites) and decision.parts == 1 else None
         table = table or self._collect_table(call, planner)

@@ -86,9 +86,12 @@ class DurableTier:
         durable = self._settings().durable
         return bool(durable.url) and step % durable.every == 0
 
-    def wait_for_drain(self, timeout_s: float) -> None:
-        """Wait until every requested upload has succeeded or failed, or the timeout has passed."""
-        view = self._agent.wait_durable(self._job, None, timeout_s)
+    def wait_for_drain(self, step: int, timeout_s: float) -> None:
+        """Wait until the uploads before ``step`` have succeeded or failed, or the timeout has passed.
+
+        Other ranks of this node may have saved ``step`` already. Its upload needs this rank's part.
+        """
+        view = self._agent.wait_durable(self._job, None, timeout_s, before=step)
         if view is not None and view.state in ("waiting", "running"):
             log.warning(
                 "step %d of %s is still not durable after %.0f s", view.version_id.version, self._job, timeout_s

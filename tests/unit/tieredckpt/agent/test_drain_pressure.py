@@ -164,6 +164,16 @@ def test_required_step_is_not_dropped_while_the_store_works(node, road):
     assert node.wait_durable(JOB, group_of(1), LONG_S).state == "done"
 
 
+def test_wait_for_earlier_steps_ignores_the_step_that_lacks_a_part(node):
+    """The first rank of a node has saved step 2, and the second one waits before its save of step 2."""
+    for part in range(2):
+        seal(node.store, 1, part, 2, durable=True)
+    assert node.wait_durable(JOB, group_of(1), LONG_S).state == "done"
+    seal(node.store, 2, 0, 2, durable=True)
+    assert node.wait_durable(JOB, None, LONG_S, before=2).state == "done"
+    assert node.wait_durable(JOB, None, 0.0).state == "waiting"
+
+
 def test_late_parts_do_not_revive_a_dropped_step(node, road):
     road.away = True
     seal(node.store, 1, 0, 2, durable=True, required=True)
