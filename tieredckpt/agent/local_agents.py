@@ -30,6 +30,8 @@ from tieredckpt.settings import Settings, override_settings, run_directory
 
 log = logging.getLogger(__name__)
 
+_READS_WITHOUT_NEWS = 3
+"""Reads of the kernel's list that must show no new agent."""
 _STILL_S = 0.25
 """Seconds without an answer, and without running, after which an agent may hang."""
 
@@ -214,10 +216,12 @@ def _node_name(settings: Settings) -> str:
 def agent_directories() -> set[Path]:
     """Return the directories in which agents seem to listen, from the kernel's list of Unix sockets.
 
-    A read can miss a socket while others close. So the list is read until a read shows no new agent, at least twice.
+    A read can miss a socket while others close. So the list is read until several reads in a row show no new agent.
     """
-    found = _listed_agent_directories()
-    while not (more := _listed_agent_directories()) <= found:
+    found, same = _listed_agent_directories(), 0
+    while same < _READS_WITHOUT_NEWS:
+        more = _listed_agent_directories()
+        same = same + 1 if more <= found else 0
         found |= more
     return found
 
