@@ -6,6 +6,7 @@ reports to its parent on its standard output, and redirects the function's outpu
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
@@ -66,6 +67,8 @@ class LeaseKeeper:
         self._lease: ChunkLease | None = None
         self._call_began = 0.0
         self.was_taken = threading.Event()
+        self._has_warned = False
+        self._closed = threading.Event()
         self._thread = threading.Thread(target=self._renew, name="lease-renewal", daemon=True)
         self._thread.start()
 
@@ -80,6 +83,12 @@ class LeaseKeeper:
             self._lease.end()
         self._lease = None
 
+    def close(self) -> None:
+        """End the lease and the thread."""
+        self.release()
+        self._closed.set()
+        self._thread.join()
+
     def call_begins(self) -> None:
         """Start the timeout of a call."""
         self._call_began = time.monotonic()
@@ -90,16 +99,26 @@ class LeaseKeeper:
 
     def _renew(self) -> None:
         interval_s = min(self.interval_s, self.timeout_s / 4) if self.timeout_s else self.interval_s
-        while True:
-            time.sleep(interval_s)
+        while not self._closed.wait(interval_s):
             lease, began = self._lease, self._call_began
             if self.timeout_s and began and time.monotonic() - began > self.timeout_s:
                 print(f"a call exceeded the timeout of {self.timeout_s:g} s", file=sys.stderr, flush=True)
                 os._exit(TIMEOUT_STATUS)
             if lease is not None:
-                lease.renew()
-                if lease.was_taken():
-                    self.was_taken.set()
+                self._renew_lease(lease)
+
+    def _renew_lease(self, lease: ChunkLease) -> None:
+        """Renew the lease. After an error, such as of the file server, the next interval tries again."""
+        try:
+            lease.renew()
+            if lease.was_taken():
+                self.was_taken.set()
+        except OSError as error:
+            if not self._has_warned:
+                print(f"chunk {lease.chunk}: the lease cannot be renewed: {error}", file=sys.stderr, flush=True)
+            self._has_warned = True
+        else:
+            self._has_warned = False
 
 
 class ChunkWorker:
@@ -115,16 +134,21 @@ class ChunkWorker:
 
     def run(self) -> None:
         """Process chunks until all are done or the process has to stop."""
-        for lease in self._leases():
-            self.keeper.hold(lease)
-            try:
-                self._process(lease)
-            except FileNotFoundError:  # an earlier owner was late and finished the chunk, and then the job was joined
-                if not self.work.is_done(lease.chunk):
-                    raise
-            finally:
-                self.keeper.call_ends()
-                self.keeper.release()
+        with contextlib.closing(self.keeper):
+            for lease in self._leases():
+                self._finish(lease)
+
+    def _finish(self, lease: ChunkLease) -> None:
+        """Process one chunk and end its lease."""
+        self.keeper.hold(lease)
+        try:
+            self._process(lease)
+        except FileNotFoundError:  # an earlier owner was late and finished the chunk, and then the job was joined
+            if not self.work.is_done(lease.chunk):
+                raise
+        finally:
+            self.keeper.call_ends()
+            self.keeper.release()
 
     def _leases(self) -> Iterator[ChunkLease]:
         """Yield one lease after another. Wait while all remaining chunks have owners."""
