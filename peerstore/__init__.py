@@ -3,22 +3,20 @@
 Nothing here knows tensors or imports torch.
 """
 
+from peerstore.client.store_api import Store
+from peerstore.client.store_client import Client
 from peerstore.errors import (
     PeerStoreError,
     ShardDamagedError,
     ShardNotFoundError,
     UnavailableError,
 )
-from peerstore.server.store_api import Store
-from peerstore.server.store_client import Client
 from peerstore.settings import AgentPaths, StoreSettings
 from peerstore.shard_records import ShardKey, ShardRecord, VersionId
-from peerstore.store.node_store import NodeStore
 
 __all__ = [
     "AgentPaths",
     "Client",
-    "NodeStore",
     "PeerStoreError",
     "ShardDamagedError",
     "ShardKey",

@@ -13,13 +13,14 @@ from pathlib import Path
 
 import msgspec
 
+from peerstore.client.store_client import Client
 from peerstore.errors import AgentUnreachableError, PeerStoreError, RequestError
-from peerstore.server.store_client import Client, connect_to_agent
 from peerstore.server.store_server import daemonize, serve_store
 from peerstore.settings import AgentPaths, StoreSettings, default_agent_paths
 from peerstore.shard_records import StoreStatus
 from peerstore.sizes_and_durations import show_seconds, show_size
 from peerstore.suggestions import SuggestingParser
+from peerstore.transport.unix import connect_to_agent
 
 EXIT_OK, EXIT_FAILED, EXIT_USAGE, EXIT_UNREACHABLE = 0, 1, 2, 5
 """The codes of the other commands, which this package does not import."""

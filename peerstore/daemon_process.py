@@ -22,7 +22,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
 
-from peerstore.errors import AgentBusyError
+from peerstore.errors import AgentBusyError, RequestError
 
 log = logging.getLogger(__name__)
 
@@ -82,6 +82,36 @@ def trusted_users(directory: Path, *, named: bool = False, setting: str = "agent
             f"or root that no other user can write to. Remove it, or choose another directory ({setting})"
         )
     return frozenset(trusted)
+
+
+def ensure_private_directory(path: Path) -> None:
+    """Create ``path`` as a private directory of this user, or check that it is one.
+
+    Raise :class:`RequestError` if another user owns it or can enter it. Created parent directories are private as well,
+    because another agent may use one of them later. A private directory without access for its owner, as after ``chmod
+    000``, gets mode 0700 again.
+    """
+    for folder in reversed([path, *path.parents]):
+        if not folder.exists():
+            folder.mkdir(mode=0o700, exist_ok=True)
+        found = folder.lstat()
+        mode = stat.S_IMODE(found.st_mode)
+        if stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not mode & 0o077 and mode & 0o700 != 0o700:
+            folder.chmod(0o700)
+    found = path.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & 0o077:
+        raise RequestError(
+            f"{path} must be a directory of user {os.getuid()} with mode 0700, it belongs to {found.st_uid} with "
+            f"mode {stat.S_IMODE(found.st_mode):04o}: remove it or choose another directory"
+        )
+
+
+def is_same_file(path: Path, expected: os.stat_result) -> bool:
+    """Return whether ``path`` is still the same file."""
+    try:
+        return os.path.samestat(path.lstat(), expected)
+    except FileNotFoundError:
+        return False
 
 
 def process_start_time(pid: int) -> int:

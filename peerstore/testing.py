@@ -29,8 +29,8 @@ from peerstore.settings import StoreSettings
 from peerstore.store.arena import MemfdArena
 from peerstore.store.node_store import NodeStore
 from peerstore.transport.base import FileSlice, MessageChannel, Payload
+from peerstore.transport.connection_threads import ConnectionThreads
 from peerstore.transport.framing import FRAME_PREFIX, FramedChannel
-from peerstore.transport.tcp import ConnectionThreads
 
 
 class MemoryNetwork:

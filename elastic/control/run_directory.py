@@ -20,10 +20,9 @@ from pathlib import Path
 import msgspec
 
 from elastic.errors import ControlPlaneRefusedError, ControlPlaneUnavailableError, JobNotFoundError, PolicyError
-from peerstore.daemon_process import trusted_users
+from peerstore.daemon_process import ensure_private_directory, trusted_users
 from peerstore.errors import PeerStoreError
 from peerstore.message_codec import from_json
-from peerstore.server.store_server import ensure_private_directory
 from peerstore.shard_records import JobName, validate_job_name
 from peerstore.suggestions import did_you_mean
 from peerstore.transport.authentication import generate_secret, read_secret

@@ -6,7 +6,6 @@ import contextlib
 import logging
 import select
 import socket
-import struct
 import threading
 import time
 from collections.abc import Callable
@@ -42,10 +41,11 @@ from elastic.errors import (
 )
 from elastic.fault_injection.fault_spec import FaultInjection
 from elastic.world.world_state import ErrorPosition, SealedStep
-from peerstore import message_codec
 from peerstore.errors import PeerStoreError
 from peerstore.membership.topology import PeerNode
-from peerstore.server.store_client import connect_to_agent
+from peerstore.message_codec import decode_message, encode_message
+from peerstore.transport.framing import encode_frame
+from peerstore.transport.unix import UnixChannel, connect_to_agent
 
 log = logging.getLogger(__name__)
 
@@ -57,7 +57,6 @@ _MAX_GAP_S = 2.0
 """Longest time in seconds between two clock readings that counts towards timeouts.
 
 During a longer gap this process did not run."""
-_LENGTH = struct.Struct(">I")
 
 
 class SupervisorClient:
@@ -97,11 +96,12 @@ class SupervisorClient:
         self._on_partition: Callable[[], None] | None = None
         self._lost_reason = ""
         self._closed = False
-        self._sock.settimeout(None)
+        self._channel = UnixChannel(self._sock, "the supervisor")
+        self._channel.max_header_bytes, self._channel.max_payload_bytes = MAX_RANK_MESSAGE_BYTES, 0
         try:
-            message_codec.send_frame(self._sock, RankHello(RANK_PROTOCOL, endpoint.token))
-        except OSError as error:
-            self._sock.close()
+            self._channel.send(encode_message(RankHello(RANK_PROTOCOL, endpoint.token)))
+        except PeerStoreError as error:
+            self._channel.close()
             raise ControlPlaneUnavailableError(f"the supervisor does not listen: {error}") from error
         self._reader = threading.Thread(target=self._read, name="elastic-plane", daemon=True)
         self._reader.start()
@@ -228,7 +228,7 @@ class SupervisorClient:
             self._sock.shutdown(socket.SHUT_RDWR)
         if threading.current_thread() is not self._reader:
             self._reader.join()
-        self._sock.close()
+        self._channel.close()
 
     # -- sending, with the lock held ----------------------------------------------------------------------------------
 
@@ -248,8 +248,7 @@ class SupervisorClient:
         try:
             while self._unsent or self._started < self._sent:
                 if not self._unsent:
-                    body, self._started = message_codec.encode_message(self._status), self._sent
-                    self._unsent = _LENGTH.pack(len(body)) + body
+                    self._unsent, self._started = encode_frame(encode_message(self._status)), self._sent
                 sent = self._sock.send(self._unsent, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
                 self._unsent = self._unsent[sent:]
         except BlockingIOError:
@@ -334,10 +333,10 @@ class SupervisorClient:
                 if not readable:
                     self._send_heartbeat()
                     continue
-                desired = message_codec.receive_frame(self._sock, RankDesired, limit_bytes=MAX_RANK_MESSAGE_BYTES)
-                if desired is None:
+                incoming = self._channel.receive()
+                if incoming is None:
                     raise ControlPlaneUnavailableError("the supervisor closed it")
-                self._apply_desired(desired)
+                self._apply_desired(decode_message(incoming.header, RankDesired))
         except (OSError, ValueError, PeerStoreError, ControlPlaneUnavailableError) as error:
             with self._changed:
                 self._connection_lost(str(error))

@@ -48,12 +48,12 @@ from elastic.errors import PolicyError
 from elastic.world import world_state as act
 from elastic.world import world_state as happen
 from elastic.world.world_state import WorldState
+from peerstore.daemon_process import ensure_private_directory
 from peerstore.errors import PeerStoreError, PeerUnreachableError, ProtocolError, RequestError
 from peerstore.message_codec import decode_message
-from peerstore.server.store_server import ensure_private_directory
 from peerstore.transport.authentication import authenticate_client
 from peerstore.transport.base import MessageChannel
-from peerstore.transport.framing import FRAME_MAGIC, FRAME_PREFIX, FRAME_VERSION, parse_frame_prefix
+from peerstore.transport.framing import FRAME_PREFIX, encode_frame, parse_frame_prefix
 from peerstore.transport.tcp import TcpChannel, TcpTransport
 from tieredckpt.event_log import EventLog, NullEventLog
 
@@ -475,8 +475,7 @@ class NodeConnection:
 
         The caller checks :attr:`is_sending` first.
         """
-        body = self.codec.encode(desired)
-        self._unsent = memoryview(FRAME_PREFIX.pack(FRAME_MAGIC, FRAME_VERSION, len(body), 0) + body)
+        self._unsent = memoryview(encode_frame(self.codec.encode(desired)))
         self._send_stalled_since = now
         self.flush(now)
 

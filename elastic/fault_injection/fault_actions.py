@@ -21,7 +21,7 @@ from pathlib import Path
 import msgspec
 
 from elastic.fault_injection.fault_spec import FaultInjection, InjectionKind, InjectionPhase, RankLocation
-from peerstore.server.agent_launcher import signal_agent
+from peerstore.client.agent_launcher import signal_agent
 from peerstore.settings import AgentPaths
 from tieredckpt.event_log import event_log_from_environ, event_types
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from elastic.control.run_directory import write_private_file
 from elastic.errors import PolicyError
-from peerstore.server.store_server import ensure_private_directory
+from peerstore.daemon_process import ensure_private_directory
 from peerstore.transport.authentication import generate_secret, read_secret
 
 _TIMEOUT_S = 120.0

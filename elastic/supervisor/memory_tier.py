@@ -17,13 +17,14 @@ from elastic.control.child_processes import last_line, with_import_path
 from elastic.control.run_directory import RunDirectory
 from elastic.control.running_clock import since_boot
 from elastic.world.world_state import SealedStep, StepHolders
+from peerstore.client.agent_launcher import connect_or_launch_agent, replace_hung_agent, signal_agent, silence_of_agent
+from peerstore.client.store_client import Client
 from peerstore.errors import AgentUnreachableError, PeerStoreError, ShardNotFoundError
 from peerstore.membership.topology import PeerNode
-from peerstore.server.agent_launcher import connect_or_launch_agent, replace_hung_agent, signal_agent, silence_of_agent
-from peerstore.server.store_client import Client, connect_to_agent
 from peerstore.settings import AgentPaths
 from peerstore.shard_records import JobStatus, ShardInfo, VersionId
 from peerstore.store.slot_metadata import jobs_in_directory
+from peerstore.transport.unix import connect_to_agent
 from tieredckpt.agent.agent_api import DURABLE_SETTINGS_BLOB, AcceptStandbyRequest, IsolateRequest, StepInventory
 from tieredckpt.agent.agent_client import NodeAgentClient, agent_command, agent_watchdogs
 from tieredckpt.agent.local_agents import newest_version

@@ -13,8 +13,6 @@ import queue
 import random
 import secrets
 import signal
-import socket
-import struct
 import sys
 import threading
 import time
@@ -61,11 +59,11 @@ from elastic.rendezvous.store_servers import CoordinatorKeeper, StoreProcess
 from elastic.settings import SOCKET_VARIABLE, TOKEN_VARIABLE
 from elastic.supervisor import node_state
 from elastic.supervisor.node_state import EndProcess, InjectFault, NodeState, OfferMemory, PartitionNode, StartProcess
-from peerstore import message_codec
-from peerstore.daemon_process import peer_credentials
+from peerstore.daemon_process import ensure_private_directory
 from peerstore.errors import PeerStoreError, ProtocolError
 from peerstore.membership.topology import PeerNode, validate_node_id
-from peerstore.server.store_server import ensure_private_directory
+from peerstore.message_codec import decode_message, encode_message
+from peerstore.transport.unix import UnixChannel, UnixListener
 
 log = logging.getLogger(__name__)
 
@@ -548,34 +546,24 @@ class Supervisor:
         self._client.send_status(report)
 
 
-_MAX_CONNECTIONS = 1024
 _HELLO_S = 10.0
-_FRAME_S = 30.0
-_LENGTH = struct.Struct(">I")
 
 
 class RankConnection:
     """Connection of one rank."""
 
-    def __init__(self, sock: socket.socket) -> None:
-        self._sock = sock
+    def __init__(self, channel: UnixChannel) -> None:
+        self._channel = channel
         self._sending = threading.Lock()
 
     def send(self, desired: RankDesired) -> None:
-        """Send a message without blocking. If the socket's buffer is full, close the connection."""
-        body = message_codec.encode_message(desired)
-        data = _LENGTH.pack(len(body)) + body
+        """Send a message without blocking. If the socket's buffer is full, end the connection."""
         with self._sending:
-            try:
-                sent = self._sock.send(data, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
-            except OSError:
-                sent = 0
-            if sent != len(data):
+            if not self._channel.try_send(encode_message(desired)):
                 self.close()
 
     def close(self) -> None:
-        with contextlib.suppress(OSError):
-            self._sock.shutdown(socket.SHUT_RDWR)
+        self._channel.shut()
 
 
 class RankServer:
@@ -595,80 +583,29 @@ class RankServer:
     ) -> None:
         self.path = path
         self._on_connect, self._on_status, self._on_disconnect = on_connect, on_status, on_disconnect
-        self._lock = threading.Lock()
-        self._sockets: dict[threading.Thread, socket.socket] = {}
-        self._stopping = False
-        path.unlink(missing_ok=True)
-        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        before = os.umask(0o177)
-        try:
-            self._listener.bind(str(path))
-        except OSError:
-            self._listener.close()
-            raise
-        finally:
-            os.umask(before)
-        self._listener.listen(128)
-        self._thread = threading.Thread(target=self._accept, name="elastic-door", daemon=True)
-        self._thread.start()
+        self._listener = UnixListener(path, self._serve, name="supervisor")
+        self._listener.start()
 
     def close(self) -> None:
-        with self._lock:
-            self._stopping = True
-            sockets = dict(self._sockets)
-        with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)
-        self._thread.join()
         self._listener.close()
-        for sock in sockets.values():
-            with contextlib.suppress(OSError):
-                sock.shutdown(socket.SHUT_RDWR)
-        for thread in sockets:
-            thread.join()
-        with contextlib.suppress(OSError):  # the directory may have become inaccessible
-            self.path.unlink(missing_ok=True)
 
-    def _accept(self) -> None:
-        while True:
-            try:
-                sock, _ = self._listener.accept()
-            except OSError:
-                if self._stopping:
-                    return
-                continue
-            thread = threading.Thread(target=self._serve, args=(sock,), name="elastic-line", daemon=True)
-            with self._lock:
-                if self._stopping or len(self._sockets) >= _MAX_CONNECTIONS:
-                    sock.close()
-                    continue
-                self._sockets[thread] = sock
-            thread.start()
-
-    def _serve(self, sock: socket.socket) -> None:
-        connection, token = RankConnection(sock), ""
+    def _serve(self, channel: UnixChannel) -> None:
+        channel.max_header_bytes, channel.max_payload_bytes = MAX_RANK_MESSAGE_BYTES, 0
+        connection = RankConnection(channel)
+        token = self._admit(channel, connection)
+        if not token:
+            return
         try:
-            token = self._admit(sock, connection)
-            while token and (status := self._receive_status(sock)) is not None:
-                self._on_status(token, status)
-        except (PeerStoreError, OSError) as error:
-            log.info("a rank's connection ended: %s", error)
+            while (incoming := channel.receive()) is not None:
+                self._on_status(token, decode_message(incoming.header, RankStatus))
         finally:
-            if token:
-                self._on_disconnect(token, connection)
-            sock.close()
-            with self._lock:
-                del self._sockets[threading.current_thread()]
+            self._on_disconnect(token, connection)
 
-    def _admit(self, sock: socket.socket, connection: RankConnection) -> str:
-        _, uid = peer_credentials(sock)
-        if uid not in (os.getuid(), 0):
-            raise ProtocolError(f"user {uid} may not be a rank of user {os.getuid()}")
-        sock.settimeout(_HELLO_S)
-        hello = message_codec.receive_frame(
-            sock, RankHello, limit_bytes=message_codec.MAX_AGENT_HELLO_BYTES, within_s=_HELLO_S
-        )
-        if hello is None:
+    def _admit(self, channel: UnixChannel, connection: RankConnection) -> str:
+        incoming = channel.receive(within_s=_HELLO_S)
+        if incoming is None:
             return ""
+        hello = decode_message(incoming.header, RankHello)
         if hello.protocol != RANK_PROTOCOL:
             refused = f"protocol {hello.protocol} is not spoken here, this is {RANK_PROTOCOL}"
         else:
@@ -677,10 +614,6 @@ class RankServer:
             connection.send(RankDesired(exit=ExitReason.REFUSED, reason=refused))
             raise ProtocolError(refused)
         return hello.token
-
-    def _receive_status(self, sock: socket.socket) -> RankStatus | None:
-        sock.settimeout(None)
-        return message_codec.receive_frame(sock, RankStatus, limit_bytes=MAX_RANK_MESSAGE_BYTES, within_s=_FRAME_S)
 
 
 def inject_from_supervisor(

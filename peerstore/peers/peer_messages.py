@@ -26,17 +26,6 @@ MAX_REASON_CHARS = 1000
 """Characters of a reason."""
 
 
-class PeerRequest(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    op: str
-    body: msgspec.Raw
-
-
-class PeerResponse(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    error: str
-    """Class name of the error, or "" for a result."""
-    body: msgspec.Raw
-
-
 # -- replicas ---------------------------------------------------------------------------------------------------------
 
 

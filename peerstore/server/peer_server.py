@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 from collections.abc import Callable
-from typing import Any
 
-from peerstore import message_codec
 from peerstore.commit_protocol import CommitDecision, PartsReport
 from peerstore.errors import (
     JobNotJoinedError,
@@ -19,7 +16,7 @@ from peerstore.errors import (
     UnavailableError,
 )
 from peerstore.failpoints import failpoint
-from peerstore.membership.topology import NodeId
+from peerstore.membership.topology import MemberList, NodeId
 from peerstore.peers.peer_messages import (
     AbortReplica,
     CommitReplica,
@@ -34,12 +31,14 @@ from peerstore.peers.peer_messages import (
     GetShardRecords,
     IndirectPing,
     JoinJob,
+    NodeInventory,
     OfferReplica,
+    OfferReply,
     ParityStatus,
-    PeerRequest,
-    PeerResponse,
+    PartitionInventory,
     PingMessage,
     PutPeerBlob,
+    RangeDigests,
     ReadRanges,
     ReplicaChunk,
     StripeReport,
@@ -48,17 +47,18 @@ from peerstore.peers.peer_messages import (
     VersionNotDurable,
 )
 from peerstore.peers.shard_server import RangeServer, ReplicaReceiver
+from peerstore.rpc import Dispatcher, Operation, Reply
 from peerstore.server.job_peers import JobPeers
 from peerstore.settings import BlobAccess
+from peerstore.shard_records import ShardKey, ShardRecord
 from peerstore.store.node_store import MAX_BLOB_BYTES, NodeStore
 from peerstore.transport.authentication import PeerIdentity, authenticate_client
-from peerstore.transport.base import MessageChannel, Payload
-
-log = logging.getLogger(__name__)
+from peerstore.transport.base import MessageChannel
 
 _MAX_BLOBS_BYTES = 8 << 20
 """Largest size of all blobs in one response."""
-_Answer = tuple[Any, Payload]
+_MAX_HOLDERS, _MAX_OFFERED_BLOBS = 8, 64
+_NONE = type(None)
 
 
 class PeerServer:
@@ -87,6 +87,7 @@ class PeerServer:
         self.replica_receiver = ReplicaReceiver(store, me)
         self.range_server = RangeServer(store)
         self.rejected = 0
+        self._member_requests = Dispatcher(self._operations(), version=version)
 
     def serve(self, channel: MessageChannel) -> None:
         """Authenticate the peer of one connection, and serve its requests."""
@@ -107,235 +108,198 @@ class PeerServer:
         if team is None:
             return
         self._verified(client)
-        session = _PeerSession(self, team, client, channel)
+        session = PeerSession(team, client, channel)
         try:
-            session.run()
+            self._member_requests.serve(channel, session)
         except ProtocolError:
             self.rejected += 1
             raise
         finally:
-            session.end()
+            for transfer in session.transfers:  # which releases their slots
+                self.replica_receiver.abort(client.node, transfer)
 
     def _wait_join(self, job: str, secret: bytes, channel: MessageChannel) -> JobPeers | None:
         """Join a job that this node has not joined if the peer's first request is to join; else refuse."""
+        joined: list[JobPeers] = []
+
+        def join(request: JoinJob, _: object) -> None:
+            joined.append(self._join(job, secret, request))
+
+        first = Dispatcher(
+            {"join_job": Operation(JoinJob, _NONE, join)},
+            unknown=lambda _: JobNotJoinedError(f"node {self._me} takes no part in job {job} yet"),
+        )
         incoming = channel.receive()
-        if incoming is None:
-            return None
-        request = message_codec.decode_message(incoming.header, PeerRequest)
-        if incoming.payload_bytes:
-            raise ProtocolError(f"{request.op!r} came with {incoming.payload_bytes} bytes for an unknown job")
-        try:
-            if request.op != "join_job":
-                raise JobNotJoinedError(f"node {self._me} takes no part in job {job} yet")
-            team = self._join(job, secret, message_codec.decode_message(request.body, JoinJob))
-        except PeerStoreError as error:
-            answer = PeerResponse(type(error).__name__, message_codec.encode_raw_message(str(error)))
-            channel.send(message_codec.encode_message(answer))
-            return None
-        channel.send(message_codec.encode_message(PeerResponse("", message_codec.encode_raw_message(None))))
-        return team
+        if incoming is not None:
+            first.handle(channel, incoming, None)
+        return joined[0] if joined else None
 
     def close(self) -> None:
         self.replica_receiver.close()
 
+    def _operations(self) -> dict[str, Operation]:
+        """Return the requests of a job's members; each handler also gets the :class:`PeerSession`."""
+        replicas = self._store.replicas
 
-class _PeerSession:
-    """Requests of one peer on one connection, in order."""
+        def of(session: PeerSession, key: ShardKey) -> ShardKey:
+            """Return the key, or raise :class:`RequestError` if it belongs to another job than the connection."""
+            if key.job != session.job:
+                raise RequestError(f"{key} was named on a connection of job {session.job}")
+            return key
 
-    def __init__(self, peer_server: PeerServer, team: JobPeers, client: PeerIdentity, channel: MessageChannel) -> None:
-        self._server = peer_server
-        self._store = peer_server._store
-        self._job_peers = team
-        self._client = client
-        self._channel = channel
-        self._damaged: list[int] = []
-        self._offered: set[str] = set()
-        """Transfers that began on this connection and are neither committed nor aborted."""
-        self._payload_bytes = 0
-        self._operations: dict[str, tuple[type[Any], Callable[[Any], Any]]] = {
-            "offer_replica": (OfferReplica, self._offer),
-            "flush_chunks": (FlushChunks, self._flush),
-            "commit_replica": (CommitReplica, self._commit),
-            "abort_replica": (AbortReplica, self._abort),
-            "update_holders": (
-                UpdateHolders,
-                lambda a: self._store.replicas.set_holders(self._of_this_job(a.key), a.holders),
+        return {
+            "offer_replica": Operation(OfferReplica, OfferReply, self._offer),
+            "replica_chunk": Operation(ReplicaChunk, _NONE, self._chunk, takes_payload=True, is_one_way=True),
+            "flush_chunks": Operation(FlushChunks, tuple[int, ...], lambda _, peer: peer.take_damaged()),
+            "commit_replica": Operation(CommitReplica, _NONE, self._commit),
+            "abort_replica": Operation(AbortReplica, _NONE, self._abort),
+            "update_holders": Operation(
+                UpdateHolders, _NONE, lambda a, peer: replicas.set_holders(of(peer, a.key), a.holders)
             ),
-            "put_blob": (PutPeerBlob, self._put_blob),
-            "node_inventory": (GetNodeInventory, lambda _: team.local_inventory()),
-            "partition_inventory": (GetPartitionInventory, self._partition_inventory),
-            "shard_records": (GetShardRecords, self._records),
-            "blobs": (GetPeerBlobs, self._blobs),
-            "blob": (
+            "put_blob": Operation(PutPeerBlob, _NONE, self._put_blob, takes_payload=True),
+            "node_inventory": Operation(
+                GetNodeInventory, NodeInventory, lambda _, peer: peer.job_peers.local_inventory()
+            ),
+            "partition_inventory": Operation(
+                GetPartitionInventory,
+                PartitionInventory,
+                lambda a, peer: peer.job_peers.inventory_service.serve_partition(a),
+            ),
+            "shard_records": Operation(GetShardRecords, list[ShardRecord], self._records),
+            "read_ranges": Operation(ReadRanges, RangeDigests, self._read),
+            "blobs": Operation(GetPeerBlobs, dict[str, bytes], self._blobs),
+            "blob": Operation(
                 GetPeerBlob,
-                lambda a: self._store.get_blob(team.job, self._server.blob_access.check_readable(a.name)),
+                bytes,
+                lambda a, peer: self._store.get_blob(peer.job, self.blob_access.check_readable(a.name)),
             ),
-            "verify_chunks": (
-                VerifyChunks,
-                lambda a: peer_server.range_server.verify_chunks(self._of_this_job(a.key), a.chunks),
+            "verify_chunks": Operation(
+                VerifyChunks, bool, lambda a, peer: self.range_server.verify_chunks(of(peer, a.key), a.chunks)
             ),
-            "report_stripe": (StripeReport, lambda a: team.parity.handle_stripe_report(client.node, a)),
-            "parity_status": (ParityStatus, lambda a: team.parity.handle_parity_status(client.node, a)),
-            "parities": (GetParities, self._parities),
-            "ping": (PingMessage, lambda a: team.membership.handle_ping(client.node, a)),
-            "indirect_ping": (IndirectPing, lambda a: team.membership.can_reach(NodeId(a.node))),
-            "member_list": (GetMemberList, self._member_list),
-            "join_job": (JoinJob, lambda a: team.membership.set_member_list(a.member_list)),
-            "report_parts": (PartsReport, team.replicator.commit_tracker.handle_report),
-            "delete_versions": (DeleteVersions, self._delete_versions),
-            "version_not_durable": (VersionNotDurable, self._not_durable),
-            "commit_decision": (CommitDecision, team.replicator.commit_tracker.handle_decision),
+            "report_stripe": Operation(
+                StripeReport, ParityStatus, lambda a, peer: peer.job_peers.parity.handle_stripe_report(peer.node, a)
+            ),
+            "parity_status": Operation(
+                ParityStatus, _NONE, lambda a, peer: peer.job_peers.parity.handle_parity_status(peer.node, a)
+            ),
+            "parities": Operation(GetParities, list[ShardRecord], self._parities),
+            "ping": Operation(
+                PingMessage, PingMessage, lambda a, peer: peer.job_peers.membership.handle_ping(peer.node, a)
+            ),
+            "indirect_ping": Operation(
+                IndirectPing, bool, lambda a, peer: peer.job_peers.membership.can_reach(NodeId(a.node))
+            ),
+            "member_list": Operation(GetMemberList, MemberList, self._member_list),
+            "join_job": Operation(
+                JoinJob, _NONE, lambda a, peer: peer.job_peers.membership.set_member_list(a.member_list)
+            ),
+            "report_parts": Operation(
+                PartsReport, _NONE, lambda a, peer: peer.job_peers.replicator.commit_tracker.handle_report(a)
+            ),
+            "commit_decision": Operation(
+                CommitDecision, _NONE, lambda a, peer: peer.job_peers.replicator.commit_tracker.handle_decision(a)
+            ),
+            "delete_versions": Operation(DeleteVersions, _NONE, self._delete_versions),
+            "version_not_durable": Operation(VersionNotDurable, _NONE, self._not_durable),
         }
 
-    def run(self) -> None:
-        while (incoming := self._channel.receive()) is not None:
-            request = message_codec.decode_message(incoming.header, PeerRequest)
-            self._payload_bytes = incoming.payload_bytes
-            if request.op == "replica_chunk":
-                self._chunk(message_codec.decode_message(request.body, ReplicaChunk))
-            elif request.op == "read_ranges":
-                self._read(message_codec.decode_message(request.body, ReadRanges))
-            else:
-                self._answer(request)
+    # -- replicas -----------------------------------------------------------------------------------------------------
 
-    def end(self) -> None:
-        """Abort the connection's unfinished transfers, which releases their slots."""
-        for transfer in self._offered:
-            self._server.replica_receiver.abort(self._client.node, transfer)
-
-    def _answer(self, request: PeerRequest) -> None:
-        found = self._operations.get(request.op)
-        try:
-            if found is None:
-                raise RequestError(f"this agent ({self._server._version or 'unknown version'}) has no {request.op!r}")
-            kind, work = found
-            if self._payload_bytes and request.op != "put_blob":
-                raise ProtocolError(f"{request.op!r} came with {self._payload_bytes} bytes that belong to nothing")
-            self._send("", work(message_codec.decode_message(request.body, kind)))
-        except ProtocolError as error:
-            self._send(type(error).__name__, str(error))
-            raise
-        except PeerStoreError as error:
-            self._send(type(error).__name__, str(error))
-        except UnicodeDecodeError as error:
-            self._send("RequestError", str(error))
-        except OSError:
-            raise
-        except Exception as error:
-            log.exception("%s of %s failed", request.op, self._client.node)
-            self._send("PeerStoreError", f"internal error: {type(error).__name__}: {error}")
-
-    def _send(self, error: str, body: object, payload: Payload = ()) -> None:
-        if self._payload_bytes:
-            self._channel.discard()
-            self._payload_bytes = 0
-        self._channel.send(
-            message_codec.encode_message(PeerResponse(error, message_codec.encode_raw_message(body))), payload
-        )
-
-    def _of_this_job(self, key: Any) -> Any:
-        """Return the key, or raise :class:`RequestError` if it belongs to another job than the connection."""
-        if key.job != self._job_peers.job:
-            raise RequestError(f"{key} was named on a connection of job {self._job_peers.job}")
-        return key
-
-    # -- replicas -------------------------------------------------------------------------------------------------
-
-    def _offer(self, offer: OfferReplica) -> object:
-        if len(offer.holders) > 8 or len(offer.blobs) > 64:
+    def _offer(self, offer: OfferReplica, peer: PeerSession) -> object:
+        if len(offer.holders) > _MAX_HOLDERS or len(offer.blobs) > _MAX_OFFERED_BLOBS:
             raise RequestError(f"{offer.record.key}: {len(offer.holders)} holders and {len(offer.blobs)} blobs")
-        wanted = self._server.replica_receiver.handle_offer(self._job_peers.job, self._client.node, offer)
+        wanted = self.replica_receiver.handle_offer(peer.job, peer.node, offer)
         if wanted.transfer:
-            self._offered.add(wanted.transfer)
+            peer.transfers.add(wanted.transfer)
         return wanted
 
-    def _chunk(self, chunk: ReplicaChunk) -> None:
-        bad = self._server.replica_receiver.receive_chunk(
-            self._client.node, chunk.transfer, chunk.number, self._channel, self._payload_bytes
+    def _chunk(self, chunk: ReplicaChunk, peer: PeerSession, payload_bytes: int) -> None:
+        damaged = self.replica_receiver.receive_chunk(
+            peer.node, chunk.transfer, chunk.number, peer.channel, payload_bytes
         )
-        if bad is not None:
-            self._damaged.append(bad)
+        if damaged is not None:
+            peer.damaged_chunks.append(damaged)
 
-    def _flush(self, _: FlushChunks) -> tuple[int, ...]:
-        bad, self._damaged = tuple(self._damaged), []
-        return bad
+    def _commit(self, commit: CommitReplica, peer: PeerSession) -> None:
+        key = self.replica_receiver.commit(peer.node, commit.transfer)
+        peer.transfers.discard(commit.transfer)
+        generation = peer.job_peers.membership.generation_of(peer.node)
+        peer.job_peers.replicator.confirm_holder(key, peer.node, generation)
 
-    def _commit(self, commit: CommitReplica) -> None:
-        key = self._server.replica_receiver.commit(self._client.node, commit.transfer)
-        self._offered.discard(commit.transfer)
-        self._job_peers.replicator.confirm_holder(
-            key, self._client.node, self._job_peers.membership.generation_of(self._client.node)
-        )
+    def _abort(self, abort: AbortReplica, peer: PeerSession) -> None:
+        self.replica_receiver.abort(peer.node, abort.transfer)
+        peer.transfers.discard(abort.transfer)
 
-    def _abort(self, abort: AbortReplica) -> None:
-        self._server.replica_receiver.abort(self._client.node, abort.transfer)
-        self._offered.discard(abort.transfer)
-
-    def _delete_versions(self, dropped: DeleteVersions) -> None:
+    def _delete_versions(self, dropped: DeleteVersions, peer: PeerSession) -> None:
         """Delete the versions; versions that are not on this node are ignored."""
-        job, groups = self._job_peers.job, set(dropped.versions)
-        if dropped.superseded and groups:
-            groups |= self._store.superseded_replicas(job, max(group.version for group in groups))
-        self._store.delete_versions(job, sorted(groups))
+        versions = set(dropped.versions)
+        if dropped.superseded and versions:
+            versions |= self._store.superseded_replicas(peer.job, max(one.version for one in versions))
+        self._store.delete_versions(peer.job, sorted(versions))
 
-    def _not_durable(self, said: VersionNotDurable) -> None:
-        self._store.listeners.on_not_durable(
-            self._job_peers.job, said.version_id, f"node {self._client.node}: {said.why}"
-        )
+    def _not_durable(self, report: VersionNotDurable, peer: PeerSession) -> None:
+        self._store.listeners.on_not_durable(peer.job, report.version_id, f"node {peer.node}: {report.why}")
 
-    def _put_blob(self, blob: PutPeerBlob) -> None:
-        name, size = self._server.blob_access.check_writable(blob.name, self._client.node), self._payload_bytes
-        if size > MAX_BLOB_BYTES:
-            raise RequestError(f"blob {blob.name} has {size} bytes, at most {MAX_BLOB_BYTES} are kept")
-        data = bytearray(size)
-        self._payload_bytes = 0
-        self._channel.receive_into([memoryview(data)])
-        if self._server.blob_access.is_common(
-            name
-        ):  # its name is a hash of its contents, so an existing blob is not replaced
+    def _put_blob(self, blob: PutPeerBlob, peer: PeerSession, payload_bytes: int) -> None:
+        name = self.blob_access.check_writable(blob.name, peer.node)
+        if payload_bytes > MAX_BLOB_BYTES:
+            raise RequestError(f"blob {blob.name} has {payload_bytes} bytes, at most {MAX_BLOB_BYTES} are kept")
+        data = bytearray(payload_bytes)
+        peer.channel.receive_into([memoryview(data)])
+        if self.blob_access.is_common(name):  # its name is a hash of its contents: an existing blob is not replaced
             with contextlib.suppress(ShardNotFoundError, ShardDamagedError):
-                self._store.get_blob(self._job_peers.job, name)
+                self._store.get_blob(peer.job, name)
                 return
-        self._store.put_blob(self._job_peers.job, name, bytes(data))
+        self._store.put_blob(peer.job, name, bytes(data))
 
-    # -- inventories and reads ------------------------------------------------------------------------------------
+    # -- inventories and reads ----------------------------------------------------------------------------------------
 
-    def _partition_inventory(self, asked: GetPartitionInventory) -> object:
-        return self._job_peers.inventory_service.serve_partition(asked)
+    def _read(self, read: ReadRanges, peer: PeerSession) -> Reply:
+        """Send the ranges.
 
-    def _read(self, read: ReadRanges) -> None:
+        A damaged shard is verified after the response, so that the reader need not wait.
+        """
+
+        def verify_after(error: PeerStoreError, chunks: list[tuple[int, int]]) -> Reply:
+            damaged = isinstance(error, ShardDamagedError)
+            return Reply(
+                None,
+                error=error,
+                done=lambda _: self.range_server.try_verify_chunks(read.key, chunks) if damaged else None,
+            )
+
         try:
-            reply = self._server.range_server.open(self._job_peers.job, read)
+            reply = self.range_server.open(peer.job, read)
         except PeerStoreError as error:
-            self._send(type(error).__name__, str(error))
-            if isinstance(error, ShardDamagedError):
-                self._server.range_server.try_verify_chunks(read.key, [(0, 0)])
-            return
+            return verify_after(error, [(0, 0)])
         try:
-            try:
-                sent = reply.fill()
-            except PeerStoreError as error:
-                self._send(type(error).__name__, str(error))
-                if isinstance(error, ShardDamagedError):
-                    self._server.range_server.try_verify_chunks(read.key, _chunks(read, reply.chunk_bytes))
-                return
+            digests = reply.fill()
             failpoint("peer.reading")
-            self._send("", sent, reply.payload)
-            self._server.range_server.sent_bytes += reply.size_bytes
-        finally:
+        except PeerStoreError as error:
             reply.close()
+            return verify_after(error, _chunks(read, reply.chunk_bytes))
+        except BaseException:
+            reply.close()
+            raise
 
-    def _records(self, asked: GetShardRecords) -> object:
+        def done(sent: bool) -> None:
+            reply.close()
+            if sent:
+                self.range_server.sent_bytes += reply.size_bytes
+
+        return Reply(digests, reply.payload, done=done)
+
+    def _records(self, asked: GetShardRecords, peer: PeerSession) -> object:
         wanted = set(asked.parts)
-        found = self._store.reader.records(self._job_peers.job, asked.version_id)
+        found = self._store.reader.records(peer.job, asked.version_id)
         return [record for record in found if not wanted or record.key.part in wanted]
 
-    def _blobs(self, asked: GetPeerBlobs) -> object:
+    def _blobs(self, asked: GetPeerBlobs, peer: PeerSession) -> object:
         found: dict[str, bytes] = {}
         room = _MAX_BLOBS_BYTES
         for name in asked.names:
             try:
-                data = self._store.get_blob(self._job_peers.job, self._server.blob_access.check_readable(name))
+                data = self._store.get_blob(peer.job, self.blob_access.check_readable(name))
             except (ShardNotFoundError, ShardDamagedError):  # the requester tries another node
                 continue
             room -= len(data)
@@ -344,18 +308,33 @@ class _PeerSession:
             found[name] = data
         return found
 
-    def _parities(self, asked: GetParities) -> object:
-        return [
-            record
-            for record in self._store.replicas.list_parities(self._job_peers.job)
-            if record.key.version_id == asked.version_id
-        ]
+    def _parities(self, asked: GetParities, peer: PeerSession) -> object:
+        parities = self._store.replicas.list_parities(peer.job)
+        return [record for record in parities if record.key.version_id == asked.version_id]
 
-    def _member_list(self, _: GetMemberList) -> object:
-        member_list = self._job_peers.membership.member_list
+    def _member_list(self, _: GetMemberList, peer: PeerSession) -> object:
+        member_list = peer.job_peers.membership.member_list
         if member_list is None:
-            raise UnavailableError(f"{self._server._me} does not know who belongs to job {self._job_peers.job}")
+            raise UnavailableError(f"{self._me} does not know who belongs to job {peer.job}")
         return member_list
+
+
+class PeerSession:
+    """State of one peer's connection."""
+
+    def __init__(self, job_peers: JobPeers, client: PeerIdentity, channel: MessageChannel) -> None:
+        self.job_peers = job_peers
+        self.job = job_peers.job
+        self.node = client.node
+        self.channel = channel
+        self.damaged_chunks: list[int] = []
+        """Chunks received since the last flush that do not match the record."""
+        self.transfers: set[str] = set()
+        """Transfers that began on this connection and are neither committed nor aborted."""
+
+    def take_damaged(self) -> tuple[int, ...]:
+        damaged, self.damaged_chunks = tuple(self.damaged_chunks), []
+        return damaged
 
 
 def _chunks(read: ReadRanges, chunk_bytes: int) -> list[tuple[int, int]]:

@@ -1,16 +1,17 @@
-"""A job's secret, TLS files, and the mutual HMAC handshake that opens every connection.
+"""A job's secret, TLS files, and the greeting that opens every connection.
 
 ::
 
     client                                server
       Hello(job, node, nonce)      ──>
-                                   <──    Challenge(node, nonce, proof)
-      Proof                        ──>
+                                   <──    Challenge(node, nonce, proof)         between nodes
+      Proof                        ──>                                          between nodes
                                    <──    Welcome, or the reason for a refusal
 
-A proof is HMAC-SHA256 of all fields of both sides and of the prover's role. It cannot be changed, used on another
-connection, or sent back to its sender. A job that the server does not know looks like a job with another
-secret.
+On a Unix socket the kernel names both users, so the server answers the Hello with the Welcome. Between nodes, each side
+proves that it knows the job's secret. A proof is HMAC-SHA256 of all fields of both sides and of the prover's role. It
+cannot be changed, used on another connection, or sent back to its sender. A job that the server does not know looks
+like a job with another secret.
 
 The handshake authenticates both sides of a new connection. It does not encrypt or protect the later bytes: use TLS as
 well where an attacker can change network traffic.
@@ -151,7 +152,7 @@ def check_private_key(path: Path) -> None:
         )
 
 
-HANDSHAKE_VERSION = 2
+HANDSHAKE_VERSION = 3
 MAX_HANDSHAKE_BYTES = 4 << 10
 HANDSHAKE_TIMEOUT_S = 10.0
 NONCE_BYTES = 32
@@ -174,8 +175,9 @@ class PeerIdentity(NamedTuple):
 class Hello(msgspec.Struct, frozen=True):
     protocol: int
     job: str
-    node: str
-    nonce: bytes
+    """The client's job; "" for a local process without one."""
+    node: str = ""
+    nonce: bytes = b""
     version: str = ""
 
 
@@ -194,6 +196,14 @@ class Proof(msgspec.Struct, frozen=True):
 
 class Welcome(msgspec.Struct, frozen=True):
     refused: str = ""
+    """Reason for a refusal."""
+    protocol: int = HANDSHAKE_VERSION
+    version: str = ""
+    """Release of the server."""
+    arena_id: str = ""
+    """Changes when the contents of the server's arena are lost; for local processes."""
+    start_id: str = ""
+    """Changes when the server's process restarts; for local processes."""
 
 
 def hmac_proof(secret: bytes, role: str, hello: Hello, challenge: Challenge) -> bytes:
@@ -294,6 +304,52 @@ def authenticate_client(
     return PeerIdentity(job, node, hello.protocol, hello.version[:_MAX_TEXT])
 
 
+def greet_agent(channel: MessageChannel, job: str, *, within_s: float = HANDSHAKE_TIMEOUT_S) -> Welcome:
+    """Perform the client's half of the greeting on a Unix socket; ``job`` is "" for a process without one."""
+    messages = _HandshakeMessages(channel, time.monotonic, within_s)
+    channel.send(encode_hello(job))
+    welcome = messages.receive(Welcome)
+    if welcome.protocol != HANDSHAKE_VERSION:
+        raise ProtocolError(
+            f"the agent speaks protocol {welcome.protocol} (version {welcome.version or 'unknown'}), "
+            f"this client {HANDSHAKE_VERSION}: use the same release for both"
+        )
+    if welcome.refused:
+        raise RequestError(f"the agent refused this process: {welcome.refused}")
+    messages.raise_limits()
+    return welcome
+
+
+def welcome_process(channel: MessageChannel, welcome: Welcome) -> str | None:
+    """Perform the server's half and return the client's job.
+
+    Return ``None`` if the client disconnected before its greeting.
+    """
+    messages = _HandshakeMessages(channel, time.monotonic)
+    try:
+        hello = messages.receive_or_end(Hello)
+        if hello is None:
+            return None
+        if hello.protocol != HANDSHAKE_VERSION:
+            raise ProtocolError(f"client speaks protocol {hello.protocol}, this is {HANDSHAKE_VERSION}")
+        job = validate_job_name(hello.job) if hello.job else ""
+    except RequestError as error:
+        channel.send(encode_refusal(error))
+        raise
+    messages.send(welcome)
+    messages.raise_limits()
+    return job
+
+
+def encode_hello(job: str) -> bytes:
+    """Return the greeting of a local process; ``job`` may be ""."""
+    return _encode(Hello(HANDSHAKE_VERSION, job))
+
+
+def encode_refusal(error: RequestError) -> bytes:
+    return _encode(Welcome(refused=str(error)[:_MAX_TEXT]))
+
+
 class _HandshakeMessages:
     """Exchange of small messages without payload, within one deadline."""
 
@@ -313,10 +369,14 @@ class _HandshakeMessages:
         self._channel.send(_encode(message))
 
     def receive(self, kind: type[T]) -> T:
-        incoming = self._channel.receive(within_s=self._limit_time())
-        if incoming is None:
+        message = self.receive_or_end(kind)
+        if message is None:
             raise PeerUnreachableError(f"{self._channel.peer} closed the connection before both knew each other")
-        return decode_message(incoming.header, kind)
+        return message
+
+    def receive_or_end(self, kind: type[T]) -> T | None:
+        incoming = self._channel.receive(within_s=self._limit_time())
+        return None if incoming is None else decode_message(incoming.header, kind)
 
     def raise_limits(self) -> None:
         self._channel.max_header_bytes = MAX_MESSAGE_HEADER_BYTES

@@ -55,12 +55,14 @@ class MessageChannel(Protocol):
     - ``receive_into`` fills ``views`` with exactly the announced payload, in order, or raises. It writes no view after
       it has raised. Views may have any number and sizes; together they must have the payload's size. ``seen`` is called
       on the same thread as they fill, so that bytes can be verified while they are in the cache.
-    - The payload of a message must be received (``receive_into``, ``discard``) before the next ``receive``.
+    - The payload of a message must be received (``receive_into``, ``discard``) before the next ``receive``. ``discard``
+      drops what is left of it, which may be nothing.
     - Memory is never allocated for announced sizes alone. A header above ``max_header_bytes`` or a payload above
       ``max_payload_bytes`` raises :class:`~peerstore.errors.ProtocolError`, and the channel is unusable.
     - :class:`~peerstore.errors.PeerUnreachableError`: the peer is disconnected or silent for too long. The channel is
       unusable.
     - One thread sends and one receives at a time; ``close`` may be called from any thread and ends both.
+    - ``abandon`` releases a channel that this process has inherited by a fork, and leaves its parent's as it is.
     - An accepted channel is unauthenticated until ``mark_authenticated`` is called. Before that, a listener may close
       it after a timeout or to make room (:mod:`peerstore.transport.tcp`).
     """
@@ -78,6 +80,7 @@ class MessageChannel(Protocol):
     def receive_into(self, views: Sequence[memoryview], seen: ProgressCallback | None = None) -> None: ...
     def discard(self) -> None: ...
     def mark_authenticated(self) -> None: ...
+    def abandon(self) -> None: ...
     def close(self) -> None: ...
 
 

@@ -41,6 +41,7 @@ _WINDOW_BYTES = 256 << 10
 _SLOWEST_BYTES_PER_S = 64 << 10
 """Minimum average rate of a payload; a slower transfer fails."""
 _STEP_BYTES = 1 << 20
+_FEW_VIEWS = 8
 
 
 class ByteStream(Protocol):
@@ -82,6 +83,8 @@ class FramedChannel:
         self.on_authenticated: Callable[[], None] = lambda: None
         """Called by ``mark_authenticated``; set by the listener."""
         self.is_authenticated = False
+        self.describe_refusal: Callable[[ProtocolError], bytes] | None = None
+        """Header of the last message to a peer that violates the protocol. Without it, the peer gets none."""
         self._stream = stream
         self._left = 0
         """Announced payload bytes that have not been received."""
@@ -94,11 +97,10 @@ class FramedChannel:
 
     def send(self, header: bytes, payload: Payload = ()) -> None:
         size = payload_size(payload)
-        if len(header) > MAX_MESSAGE_HEADER_BYTES or size > MAX_PAYLOAD_BYTES:
+        if len(header) > self.max_header_bytes or size > MAX_PAYLOAD_BYTES:
             raise ProtocolError(
-                f"a message of {len(header)} + {size} bytes is above the limit of {MAX_MESSAGE_HEADER_BYTES} for its "
-                f"header or "
-                f"{MAX_PAYLOAD_BYTES} for its payload"
+                f"a message of {len(header)} + {size} bytes is above the limit of {self.max_header_bytes} for its "
+                f"header or {MAX_PAYLOAD_BYTES} for its payload"
             )
         run = [memoryview(FRAME_PREFIX.pack(FRAME_MAGIC, FRAME_VERSION, len(header), size)), memoryview(header)]
         with self._sending:
@@ -130,8 +132,13 @@ class FramedChannel:
                         return None
                     deadline = self._stream.now() + self.timeout_s
                     deadline = deadline if latest is None else min(deadline, latest)
-                    self._fill(view, count, deadline)
-                header_bytes, payload_bytes = self._parse_prefix(prefix)
+                    if count < view.nbytes:
+                        self._fill(view, count, deadline)
+                try:
+                    header_bytes, payload_bytes = self._parse_prefix(prefix)
+                except ProtocolError as error:
+                    self._refuse(error)
+                    raise
                 header = self._header(header_bytes, deadline)
                 self._left = payload_bytes
                 return IncomingMessage(header, payload_bytes)
@@ -172,6 +179,10 @@ class FramedChannel:
             with self._sending, self._receiving:
                 self._stream.close()
 
+    def abandon(self) -> None:
+        self._closed, self._closed_reason = True, "the process was forked"
+        self._stream.close()
+
     def _check_usable(self) -> None:
         if self._closed_reason:
             raise PeerUnreachableError(f"the channel to {self.peer} is over: {self._closed_reason}")
@@ -190,7 +201,15 @@ class FramedChannel:
             raise
 
     def _send_views(self, views: list[memoryview], *, more: bool) -> None:
+        size = sum(view.nbytes for view in views)
+        if len(views) <= _FEW_VIEWS and size <= _WINDOW_BYTES:  # most messages leave in one piece
+            sent = self._stream.send(views, more=more, within_s=self.timeout_s) if size else 0
+            if sent == size:
+                return
+        else:
+            sent = 0
         with BufferCursor(views) as cursor:
+            cursor.advance(sent)
             while cursor.left:
                 window = cursor.window(_WINDOW_BYTES)
                 cursor.advance(self._stream.send(window, more=more, within_s=self.timeout_s))
@@ -208,9 +227,16 @@ class FramedChannel:
             prefix, self.peer, max_header_bytes=self.max_header_bytes, max_payload_bytes=self.max_payload_bytes
         )
 
+    def _refuse(self, error: ProtocolError) -> None:
+        if self.describe_refusal is not None:
+            with contextlib.suppress(PeerUnreachableError), self._sending:
+                self._send_views([memoryview(encode_frame(self.describe_refusal(error)))], more=False)
+
     def _header(self, size: int, deadline: float) -> bytes:
         """Receive ``size`` bytes; memory is allocated for received bytes, not for announced ones."""
-        data = bytearray()
+        data = bytearray(min(size, _STEP_BYTES))
+        with memoryview(data) as view:
+            self._fill(view, 0, deadline)
         while len(data) < size:
             start = len(data)
             data.extend(bytes(min(size - start, _STEP_BYTES)))
@@ -258,6 +284,11 @@ def parse_frame_prefix(
     return header_bytes, payload_bytes
 
 
+def encode_frame(header: bytes) -> bytes:
+    """Return a message without payload, to be sent on a plain socket."""
+    return FRAME_PREFIX.pack(FRAME_MAGIC, FRAME_VERSION, len(header), 0) + header
+
+
 def payload_size(payload: Payload) -> int:
     """Return the payload's size in bytes; raise before anything is sent if a file is too short."""
     total = 0
@@ -278,13 +309,15 @@ def payload_size(payload: Payload) -> int:
     return total
 
 
+_NO_SIGNAL = int(socket.MSG_NOSIGNAL)
+_NO_SIGNAL_AND_MORE = int(socket.MSG_NOSIGNAL | socket.MSG_MORE)
 _ALIVE_IDLE_S = 15
 _ALIVE_EVERY_S = 5
 _ALIVE_PROBES = 4
 _FILE_BYTES = 256 << 10
 
 
-class TcpStream:
+class SocketStream:
     """A :class:`~peerstore.transport.framing.ByteStream` over a socket."""
 
     def __init__(self, sock: socket.socket) -> None:
@@ -295,7 +328,7 @@ class TcpStream:
         return time.monotonic()
 
     def send(self, views: list[memoryview], *, more: bool, within_s: float) -> int:
-        flags = socket.MSG_NOSIGNAL | (socket.MSG_MORE if more else 0)
+        flags = _NO_SIGNAL_AND_MORE if more else _NO_SIGNAL
         return self._attempt(lambda: self._sock.sendmsg(views, (), flags), select.POLLOUT, within_s)
 
     def send_file(self, piece: FileSlice, *, within_s: float) -> int:

@@ -236,6 +236,10 @@ class NixlChannel:
                 while self._left:
                     self._memory.skip(self._source, self._next_piece().ticket)
 
+    def abandon(self) -> None:
+        self._closed_reason = "the process was forked"
+        self._carrier.abandon()
+
     def close(self) -> None:
         self._closed_reason = self._closed_reason or "closed on this side"
         self._carrier.close()

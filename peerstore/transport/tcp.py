@@ -19,7 +19,7 @@ from collections.abc import Callable
 from functools import partial
 
 from peerstore import daemon_process
-from peerstore.errors import PeerStoreError, PeerUnreachableError, RequestError
+from peerstore.errors import PeerUnreachableError, RequestError
 from peerstore.network_addresses import (
     AddressInfo,
     interface_address,
@@ -32,7 +32,8 @@ from peerstore.network_addresses import (
 )
 from peerstore.transport.authentication import TlsFiles
 from peerstore.transport.base import MessageChannel
-from peerstore.transport.framing import FramedChannel, TcpStream, close_on_error, set_tcp_options
+from peerstore.transport.connection_threads import ConnectionThreads
+from peerstore.transport.framing import FramedChannel, SocketStream, close_on_error, set_tcp_options
 
 log = logging.getLogger(__name__)
 
@@ -162,7 +163,7 @@ class TcpChannel(FramedChannel):
     """A channel directly on a socket."""
 
     def __init__(self, sock: socket.socket, peer: str, timeout_s: float) -> None:
-        super().__init__(TcpStream(sock), peer, timeout_s)
+        super().__init__(SocketStream(sock), peer, timeout_s)
         self._sock = sock
 
     def detach(self) -> socket.socket:
@@ -225,78 +226,6 @@ class TcpListener:
                 self._admission.record_rejected("there are too many connections", where[0])
                 stranger.leave()
                 sock.close()
-
-
-_JOIN_S = 5.0
-
-
-class ConnectionThreads:
-    def __init__(self, serve: Callable[[MessageChannel], None], *, most: int) -> None:
-        self._serve = serve
-        self._most = most
-        self._lock = threading.Lock()
-        self._ended = False
-        self._channels: dict[threading.Thread, MessageChannel | None] = {}
-
-    def serve(
-        self, accepted: Callable[[], FramedChannel], peer: str, stranger: UnauthenticatedConnection | None = None
-    ) -> bool:
-        """Serve one more channel; return ``False`` if there are too many, or no thread can be started."""
-        thread = threading.Thread(target=self._run, args=(accepted, peer, stranger), name="peerstore-peer", daemon=True)
-        with self._lock:
-            if self._ended or len(self._channels) >= self._most:
-                return False
-            try:
-                thread.start()
-            except RuntimeError as error:
-                log.warning("no thread for a connection of %s: %s", peer, error)
-                return False
-            self._channels[thread] = None
-        return True
-
-    def close(self) -> None:
-        """Close all channels and wait for their threads, except the calling one."""
-        with self._lock:
-            self._ended = True
-            channels = dict(self._channels)
-        for channel in channels.values():
-            if channel is not None:
-                channel.close()
-        until = time.monotonic() + _JOIN_S
-        others = channels.keys() - {threading.current_thread()}
-        for thread in others:
-            thread.join(max(0.0, until - time.monotonic()))
-        running = sum(thread.is_alive() for thread in others)
-        if running:
-            log.warning("%d connection threads still run %g s after their channels were closed", running, _JOIN_S)
-
-    def _run(
-        self, accepted: Callable[[], FramedChannel], peer: str, stranger: UnauthenticatedConnection | None
-    ) -> None:
-        me = threading.current_thread()
-        channel: FramedChannel | None = None
-        try:
-            channel = accepted()
-            try:
-                if stranger is not None:
-                    channel.on_authenticated = stranger.mark_authenticated
-                with self._lock:
-                    self._channels[me] = channel
-                    ended = self._ended
-                if not ended:
-                    self._serve(channel)
-            finally:
-                channel.close()
-        except (PeerStoreError, OSError) as error:
-            known = stranger is None or (channel is not None and channel.is_authenticated)
-            log.log(logging.INFO if known else logging.DEBUG, "the connection of %s ended: %s", peer, error)
-        except Exception:  # an error of one connection affects no other
-            log.exception("the connection of %s ended unexpectedly", peer)
-        finally:
-            if stranger is not None:
-                stranger.leave()
-            with self._lock:
-                self._channels.pop(me, None)
 
 
 MAX_UNAUTHENTICATED = 64

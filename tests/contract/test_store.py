@@ -13,6 +13,7 @@ from collections.abc import Iterator
 import pytest
 
 from peerstore import deadlines
+from peerstore.client.store_api import Store
 from peerstore.daemon_process import current_process, process_identity
 from peerstore.errors import (
     ArenaBusyError,
@@ -23,7 +24,6 @@ from peerstore.errors import (
     RequestError,
     ShardNotFoundError,
 )
-from peerstore.server.store_api import Store
 from peerstore.settings import StoreSettings
 from peerstore.store.arena import FileMapping, TmpfsArena, closing_fd, prefault_address
 from peerstore.store.node_store import NodeStore

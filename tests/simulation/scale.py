@@ -29,12 +29,11 @@ from peerstore.peers.peer_messages import (
     GetPartitionInventory,
     NodeInventory,
     PartitionInventory,
-    PeerRequest,
-    PeerResponse,
     PingMessage,
 )
 from peerstore.replication.replica_placement import ReplicaPlacement, place_replicas
 from peerstore.replication.replication_policy import ReplicationStatus
+from peerstore.rpc import Request, Response
 from peerstore.shard_records import ShardInfo, ShardKey, VersionId
 from tieredckpt.agent.peer_tier import memory_step_statuses, peer_facts
 from tieredckpt.format.manifest import ShardMeta, encode_meta
@@ -223,11 +222,11 @@ def _key(version: int, part: int) -> ShardKey:
 
 
 def _encode_request(op: str, body: object) -> bytes:
-    return message_codec.encode_message(PeerRequest(op, message_codec.encode_raw_message(body)))
+    return message_codec.encode_message(Request(op, message_codec.encode_raw_message(body)))
 
 
 def _encode_response(body: object) -> bytes:
-    return message_codec.encode_message(PeerResponse("", message_codec.encode_raw_message(body)))
+    return message_codec.encode_message(Response("", message_codec.encode_raw_message(body)))
 
 
 def responses_for(me: str, partitions: NodePartitions, inventories: dict[str, NodeInventory]) -> list[bytes]:
@@ -257,7 +256,7 @@ def decode_all(answers: Iterable[bytes], near: int) -> dict[int, NodeInventory]:
     """Decode all inventories in the responses, of which the first ``near`` are direct."""
     found: dict[int, NodeInventory] = {}
     for number, data in enumerate(answers):
-        body = message_codec.decode_message(data, PeerResponse).body
+        body = message_codec.decode_message(data, Response).body
         if number < near:
             found[len(found)] = message_codec.decode_message(body, NodeInventory)
         else:

@@ -15,10 +15,10 @@ from typing import Any
 
 import pytest
 
+from peerstore.client.agent_launcher import connect_or_launch_agent
 from peerstore.errors import AgentUnreachableError
-from peerstore.server.agent_launcher import connect_or_launch_agent
-from peerstore.server.store_client import connect_to_agent
 from peerstore.settings import AgentPaths
+from peerstore.transport.unix import connect_to_agent
 from tests.support import crashes
 from tests.support.agents import agent_pid, stop_agent, stop_process
 from tests.support.leaks import process_prefix

@@ -11,9 +11,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from peerstore.client.store_client import Client
 from peerstore.errors import AgentUnreachableError
-from peerstore.server.store_client import Client, connect_to_agent
 from peerstore.settings import AgentPaths
+from peerstore.transport.unix import connect_to_agent
 
 if TYPE_CHECKING:
     from tests.support.hosts import Host

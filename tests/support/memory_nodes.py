@@ -14,10 +14,11 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from peerstore.server.agent_launcher import connect_or_launch_agent
-from peerstore.server.store_client import Client, connect_to_agent
+from peerstore.client.agent_launcher import connect_or_launch_agent
+from peerstore.client.store_client import Client
 from peerstore.settings import AgentPaths
 from peerstore.shard_records import ShardInfo
+from peerstore.transport.unix import connect_to_agent
 from tests.support.agents import stop_agent
 from tests.support.leaks import process_prefix
 from tests.support.local_nodes import wait_until

@@ -16,7 +16,7 @@ from tieredckpt.errors import TieredCheckpointError
 
 
 @contextlib.contextmanager
-def paged_agent(directory: Path, *, frame_bytes: int, page_bytes: int) -> Iterator[NodeAgentService]:
+def paged_agent(directory: Path, *, message_bytes: int, page_bytes: int) -> Iterator[NodeAgentService]:
     place = AgentPaths(directory)
     with hold_agent_lock(place), contextlib.ExitStack() as cleanup:
         store = NodeStore(TmpfsArena(directory), StoreSettings(budget="1GiB"))
@@ -25,7 +25,7 @@ def paged_agent(directory: Path, *, frame_bytes: int, page_bytes: int) -> Iterat
         cleanup.callback(service.close)
         operations = agent_operations(service)
         server = StoreServer(
-            store, place.socket, more=operations, errors=(TieredCheckpointError,), frame_bytes=frame_bytes
+            store, place.socket, more=operations, errors=(TieredCheckpointError,), max_message_bytes=message_bytes
         )
         cleanup.callback(server.close)
         server.start()

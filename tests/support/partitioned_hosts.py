@@ -21,11 +21,11 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
+from peerstore.client.store_api import Store
 from peerstore.membership.topology import validate_node_id
 from peerstore.peers.peer_client import PeerClient, PeerCredentials
 from peerstore.peers.peer_messages import GetShardRecords
 from peerstore.peers.range_reader import RangeReader, ReadRequest, ReadResult, ReadTarget
-from peerstore.server.store_api import Store
 from peerstore.shard_records import ShardKey, ShardRecord
 from peerstore.transport.authentication import generate_secret
 from peerstore.transport.tcp import TcpTransport

@@ -15,14 +15,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from peerstore.client.store_api import Store
+from peerstore.client.store_client import Client
 from peerstore.errors import AgentUnreachableError
-from peerstore.server.store_api import Store
-from peerstore.server.store_client import Client, connect_to_agent
 from peerstore.server.store_server import StoreServer
 from peerstore.settings import AgentPaths
 from peerstore.shard_records import Lease, Pin, ShardKey, ShardRecord
 from peerstore.store.arena import FileMapping
 from peerstore.store.node_store import NodeStore
+from peerstore.transport.unix import connect_to_agent
 from tests.support import crashes
 from tests.support.leaks import process_prefix
 

@@ -15,13 +15,14 @@ from pathlib import Path
 import pytest
 
 import peerstore.server.store_server
+from peerstore.client.agent_launcher import connect_or_launch_agent
+from peerstore.client.store_client import Client
 from peerstore.daemon_process import process_identity
 from peerstore.errors import PeerRefusedError
-from peerstore.server.agent_launcher import connect_or_launch_agent
-from peerstore.server.store_client import Client, connect_to_agent
 from peerstore.server.store_server import serve_store
 from peerstore.settings import AgentPaths, StoreSettings
 from peerstore.shard_records import ShardKey
+from peerstore.transport.unix import connect_to_agent
 from tests.support.leaks import process_prefix
 from tieredckpt.cli.tier_client import open_tier_client
 from tieredckpt.settings import settings_from_mapping

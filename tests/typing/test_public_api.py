@@ -66,7 +66,6 @@ PUBLIC = {
     "peerstore": {
         "AgentPaths",
         "Client",
-        "NodeStore",
         "PeerStoreError",
         "ShardDamagedError",
         "ShardKey",

@@ -7,8 +7,8 @@ from typing import Literal, Protocol
 
 import msgspec
 
+from peerstore.client.store_api import Store
 from peerstore.membership.topology import PeerNode
-from peerstore.server.store_api import Store
 from peerstore.settings import JobPeersConfig
 from peerstore.shard_records import ExpiredJob, ShardInfo, ShardKey, UnrecognizedSlot, VersionId
 from tieredckpt.errors import CheckpointNotFoundError

@@ -14,17 +14,18 @@ from functools import partial
 from pathlib import Path
 
 from peerstore import message_codec
-from peerstore.errors import AgentUnreachableError, PeerStoreError
-from peerstore.membership.topology import PeerNode
-from peerstore.server.agent_launcher import (
+from peerstore.client.agent_launcher import (
     WatchdogRegistry,
     connect_or_launch_agent,
     raise_if_agent_hangs,
     replace_hung_agent,
 )
-from peerstore.server.store_client import AgentConnector, Client, connect_to_agent
+from peerstore.client.store_client import AgentConnector, Client
+from peerstore.errors import AgentUnreachableError, PeerStoreError
+from peerstore.membership.topology import PeerNode
 from peerstore.settings import AgentPaths, JobPeersConfig
 from peerstore.shard_records import ShardKey, VersionId
+from peerstore.transport.unix import connect_to_agent
 from tieredckpt.agent.agent_api import (
     MAX_AGENT_WAIT_S,
     AddMetricsRequest,

@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
+from peerstore.daemon_process import is_same_file
 from peerstore.network_addresses import join_address
 from peerstore.server.job_peers import JobPeers
-from peerstore.server.store_server import is_same_file
 from peerstore.transport.tcp import ConnectionAdmission, UnauthenticatedConnection
 from tieredckpt.agent.agent_service import NodeAgentService
 from tieredckpt.agent.cluster_settings import ClusterSettingsWatcher

@@ -5,7 +5,7 @@ import dataclasses
 from peerstore.daemon_process import ProcessIdentity
 from peerstore.errors import RequestError
 from peerstore.membership.topology import PeerNode
-from peerstore.server.store_api import Operation
+from peerstore.rpc import Operation
 from tieredckpt.agent.agent_api import (
     MAX_AGENT_WAIT_S,
     MAX_ISOLATION_S,

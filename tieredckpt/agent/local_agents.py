@@ -15,12 +15,13 @@ from typing import NamedTuple
 
 import msgspec
 
+from peerstore.client.agent_launcher import connect_or_launch_agent, silence_of_agent
+from peerstore.client.store_client import Client
 from peerstore.errors import AgentUnreachableError, PeerStoreError
-from peerstore.server.agent_launcher import connect_or_launch_agent, silence_of_agent
-from peerstore.server.store_client import Client, connect_to_agent
 from peerstore.settings import AgentPaths
 from peerstore.shard_records import VersionId
 from peerstore.store.slot_metadata import jobs_in_directory
+from peerstore.transport.unix import connect_to_agent
 from tieredckpt.agent.agent_api import StepInventory
 from tieredckpt.agent.agent_client import NodeAgentClient, agent_command, agent_environment
 from tieredckpt.errors import TieredCheckpointError, TierUnavailableError

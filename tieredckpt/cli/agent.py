@@ -14,16 +14,17 @@ from typing import Any
 import click
 from rich.console import Console
 
+from peerstore.client.agent_launcher import connect_or_launch_agent, replace_hung_agent, silence_of_agent, stop_agent
+from peerstore.client.store_client import Client
 from peerstore.daemon_process import peer_credentials, process_start_time
 from peerstore.errors import PeerStoreError
-from peerstore.server.agent_launcher import connect_or_launch_agent, replace_hung_agent, silence_of_agent, stop_agent
-from peerstore.server.store_client import Client, connect_to_agent
 from peerstore.server.store_server import hold_agent_lock
 from peerstore.settings import AgentPaths
 from peerstore.shard_records import StoreStatus
 from peerstore.sizes_and_durations import show_size
 from peerstore.store.arena import TmpfsArena
 from peerstore.store.slot_metadata import EXPIRED_JOB_METADATA
+from peerstore.transport.unix import connect_to_agent
 from tieredckpt.agent.local_agents import agent_directories
 from tieredckpt.cli.command_output import CommandOutput, format_age, literal, pluralized, text_table
 from tieredckpt.cli.common_options import confirm_deletion, output_options, pass_output, with_exit_code_help

@@ -19,11 +19,11 @@ from urllib.parse import urlsplit
 import click
 from rich.console import Console
 
+from peerstore.daemon_process import ensure_private_directory
 from peerstore.errors import AgentUnreachableError, PeerStoreError, RequestError
-from peerstore.server.store_client import connect_to_agent
-from peerstore.server.store_server import ensure_private_directory
 from peerstore.settings import AgentPaths, parse_budget
 from peerstore.sizes_and_durations import parse_size, show_seconds, show_size
+from peerstore.transport.unix import connect_to_agent
 from tieredckpt.agent.agent_client import NodeAgentClient, file_system_type
 from tieredckpt.agent.agent_http import UNIX
 from tieredckpt.cli.command_output import CommandOutput, literal, text_table

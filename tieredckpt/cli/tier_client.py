@@ -9,8 +9,8 @@ from dataclasses import replace
 
 import msgspec
 
+from peerstore.client.agent_launcher import silence_of_agent
 from peerstore.errors import AgentUnreachableError, PeerStoreError
-from peerstore.server.agent_launcher import silence_of_agent
 from peerstore.settings import StoreSettings
 from peerstore.shard_records import VersionId
 from peerstore.store.arena import MemfdArena

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator
 
 import torch
 
+from peerstore.client.store_api import Store
 from peerstore.peers.range_reader import ReadTarget
-from peerstore.server.store_api import Store
 from tieredckpt.agent.agent_api import StepDescription
 from tieredckpt.durable.object_store import ObjectNotFoundError, ObjectStore
 from tieredckpt.errors import CheckpointDamagedError, CheckpointNotFoundError, TierUnavailableError

@@ -27,10 +27,10 @@ import msgspec
 import xxhash
 from torch.distributed.checkpoint.metadata import Metadata
 
+from peerstore.client.store_api import Store
 from peerstore.daemon_process import process_identity
 from peerstore.errors import ShardNotFoundError
 from peerstore.message_codec import from_msgpack
-from peerstore.server.store_api import Store
 from peerstore.shard_records import ShardKey, VersionId, clock_ms
 from peerstore.sizes_and_durations import show_size
 from tieredckpt.dcp.tiered_writer import TieredWriter

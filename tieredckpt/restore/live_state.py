@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from peerstore.server.store_api import Store
+from peerstore.client.store_api import Store
 from tieredckpt.restore.proof import (
     ABSENT_REASON,
     LoadEvidence,

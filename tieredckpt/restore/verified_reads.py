@@ -12,8 +12,8 @@ from typing import NamedTuple
 from typing_extensions import Buffer
 
 from peerstore import checksums
+from peerstore.client.store_api import Store
 from peerstore.errors import PeerStoreError, ShardDamagedError, ShardNotFoundError, ShardUnreadableError
-from peerstore.server.store_api import Store
 from peerstore.shard_records import Pin, VersionId
 from peerstore.store.arena import FileMapping
 from tieredckpt.durable.object_store import ObjectStore

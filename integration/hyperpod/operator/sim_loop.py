@@ -26,8 +26,8 @@ from integration.hyperpod.operator.job_state import JobState
 from integration.hyperpod.operator.observed_pods import ObservedJob, ObservedPod
 from integration.hyperpod.operator.sim_pods import PodProvider
 from integration.hyperpod.operator.state_machine import decide_job
+from peerstore.daemon_process import ensure_private_directory
 from peerstore.message_codec import from_json
-from peerstore.server.store_server import ensure_private_directory
 from peerstore.shard_records import validate_job_name
 
 _ACTIVE_POLL_S = 0.1

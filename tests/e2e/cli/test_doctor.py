@@ -4,7 +4,7 @@ import shutil
 
 import pytest
 
-from peerstore.server.agent_launcher import connect_or_launch_agent
+from peerstore.client.agent_launcher import connect_or_launch_agent
 from tests.support.jobs import CheckpointJob, bucket_url, durable_settings
 from tieredckpt.agent.agent_client import agent_command, agent_environment
 from tieredckpt.session.session import close_sessions

@@ -100,7 +100,7 @@ def test_agent_without_a_use_for_it_is_not_offered(peer):
 def test_stopped_agent_is_not_restarted(caplog):
     with started() as (agent, _):
         directory = agent.kept_directory
-        with caplog.at_level(logging.DEBUG, "peerstore.server.agent_launcher"):
+        with caplog.at_level(logging.DEBUG, "peerstore.client.agent_launcher"):
             stop_agent(directory)
             wait_until(
                 lambda: len(caplog.records) > 1 or agent_pid(directory), "the supervisor notices the missing agent"

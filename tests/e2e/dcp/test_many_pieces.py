@@ -85,7 +85,7 @@ def folder(monkeypatch):
 
 @pytest.fixture
 def small_messages(folder):
-    with paged_agent(folder, frame_bytes=MESSAGE, page_bytes=PAGE):
+    with paged_agent(folder, message_bytes=MESSAGE, page_bytes=PAGE):
         yield
 
 
@@ -106,7 +106,7 @@ def test_tools_list_every_piece(small_messages, ranks):
 
 
 def test_rank_with_more_pieces_than_an_agent_stores_is_refused_at_its_save(folder, ranks):
-    with paged_agent(folder, frame_bytes=16 << 10, page_bytes=4 << 10):
+    with paged_agent(folder, message_bytes=16 << 10, page_bytes=4 << 10):
         ranks.run(1, save_refused, PIECES)
 
 

@@ -8,7 +8,8 @@ import time
 import pytest
 import torch
 
-from peerstore.server.store_client import Client, connect_to_agent
+from peerstore.client.store_client import Client
+from peerstore.transport.unix import connect_to_agent
 from tests.support.agents import stop_agent
 from tests.support.bits import assert_same_bits, zeros_like_state
 from tieredckpt import Checkpointer, TieredReader

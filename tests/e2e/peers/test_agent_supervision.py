@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from peerstore.server.store_client import connect_to_agent
+from peerstore.transport.unix import connect_to_agent
 from tests.e2e.peers.test_node_lost import restore, sharded
 from tests.support.agents import agent_pid, stop_agent
 from tests.support.bits import zeros_like_state
@@ -76,7 +76,7 @@ class LogRecorder(logging.Handler):
 
 
 def end_own_agent(job):
-    noticed, watch = LogRecorder(), logging.getLogger("peerstore.server.agent_launcher")
+    noticed, watch = LogRecorder(), logging.getLogger("peerstore.client.agent_launcher")
     watch.addHandler(noticed)
     watch.setLevel(logging.DEBUG)
     with Checkpointer(job, on_sigterm="ignore") as ckpt:

@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 
 from peerstore.cli import EXIT_FAILED, EXIT_OK, EXIT_UNREACHABLE, EXIT_USAGE
+from peerstore.client.agent_launcher import connect_or_launch_agent
+from peerstore.client.store_client import Client
 from peerstore.errors import AgentUnreachableError, ArenaBusyError, ArenaFullError, RequestError, UnavailableError
-from peerstore.server.agent_launcher import connect_or_launch_agent
-from peerstore.server.store_client import Client
 from peerstore.settings import AgentPaths
 from peerstore.store.arena import FileMapping, closing_fd, prefault_address
 from tests.support.agents import agent_pid, stop_agent, wait_process_ended
@@ -64,8 +64,8 @@ def here():
 STARTER = """
 import os, sys
 from pathlib import Path
-from peerstore.server.store_client import Client
-from peerstore.server.agent_launcher import connect_or_launch_agent
+from peerstore.client.store_client import Client
+from peerstore.client.agent_launcher import connect_or_launch_agent
 from peerstore.settings import AgentPaths
 
 place, command = AgentPaths(Path(sys.argv[1])), sys.argv[2:]
@@ -122,7 +122,8 @@ def test_agent_stops_after_its_last_writer_dies(directory):
     writer = """
 import os, signal, sys
 from pathlib import Path
-from peerstore.server.store_client import Client, connect_to_agent
+from peerstore.client.store_client import Client
+from peerstore.transport.unix import connect_to_agent
 from peerstore.shard_records import ShardKey
 client = Client(lambda: connect_to_agent(Path(sys.argv[1])), job="job", retry_s=20)
 client.lease(ShardKey("job", 1, 1, "a", 0, 0), 1 << 20, 1)
@@ -335,7 +336,8 @@ def test_invalid_options_are_refused_and_nothing_starts(directory, options, said
 INTRUDER = """
 import os, sys
 from pathlib import Path
-from peerstore.server.store_client import Client, connect_to_agent
+from peerstore.client.store_client import Client
+from peerstore.transport.unix import connect_to_agent
 from peerstore.errors import PeerStoreError
 os.setgroups([]); os.setgid(65534); os.setuid(65534)
 try:

@@ -15,7 +15,8 @@ SIZE = 4 * MIB
 
 READER = """
 import sys
-from peerstore.server.store_client import Client, connect_to_agent
+from peerstore.client.store_client import Client
+from peerstore.transport.unix import connect_to_agent
 from peerstore.store.arena import FileMapping
 from peerstore.settings import AgentPaths
 from pathlib import Path

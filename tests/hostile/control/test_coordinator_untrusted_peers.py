@@ -31,13 +31,13 @@ from elastic.coordinator.job_snapshot import CoordinatorSettings
 from elastic.errors import ControlPlaneRefusedError, ControlPlaneUnavailableError
 from elastic.supervisor.supervisor import Supervisor, SupervisorSettings
 from elastic.world.scaling_policy import ScalingPolicy
-from peerstore import message_codec
 from peerstore.errors import PeerRefusedError, PeerStoreError
 from peerstore.membership.topology import NodeId
 from peerstore.message_codec import decode_message
 from peerstore.transport.framing import FRAME_MAGIC, FRAME_PREFIX, FRAME_VERSION
 from tests.support.control_planes import PATIENCE_S, SECRET, supervised_job, wait_all_assigned, wanted_notice
 from tests.support.local_nodes import wait_until
+from tests.support.raw_messages import receive_message, send_message
 
 encode = msgspec.msgpack.Encoder().encode
 
@@ -283,8 +283,8 @@ def test_rank_socket_is_accessible_only_to_its_user(job):
 )
 def test_process_with_an_unknown_token_or_protocol_is_refused(job, greeting):
     with connect_to_rank_socket(job) as sock:
-        message_codec.send_frame(sock, greeting)
-        assert message_codec.receive_frame(sock, RankDesired).exit is ExitReason.REFUSED
+        send_message(sock, greeting)
+        assert receive_message(sock, RankDesired).exit is ExitReason.REFUSED
     assert wait_all_assigned(job.planes)[0].world_size == 1
 
 

@@ -32,7 +32,6 @@ from peerstore.peers.peer_messages import (
     NodeInventory,
     OfferReplica,
     OfferReply,
-    PeerRequest,
     PingMessage,
     PutPeerBlob,
     RangeDigests,
@@ -41,6 +40,7 @@ from peerstore.peers.peer_messages import (
     UpdateHolders,
     VerifyChunks,
 )
+from peerstore.rpc import Request
 from peerstore.shard_records import CHUNK_BYTES, ResumePoint, ShardRecord, VersionId
 from peerstore.transport.authentication import authenticate_to_server
 from tests.support.chunk_sums import chunk_checksums
@@ -462,9 +462,9 @@ def test_requests_are_frames_of_this_protocol():
     assert (
         message_codec.decode_message(
             message_codec.encode_message(
-                PeerRequest("node_inventory", message_codec.encode_raw_message(GetNodeInventory()))
+                Request("node_inventory", message_codec.encode_raw_message(GetNodeInventory()))
             ),
-            PeerRequest,
+            Request,
         ).op
         == "node_inventory"
     )

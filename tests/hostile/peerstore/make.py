@@ -26,9 +26,12 @@ class FrameCase(NamedTuple):
     answer: str
 
 
-def encode_frame(value: Any, *, announced: int | None = None) -> bytes:
+def encode_frame(
+    value: Any, *, announced: int | None = None, magic: bytes = b"tPS", version: int = 1, payload: int = 0
+) -> bytes:
     body = value if isinstance(value, bytes) else msgspec.msgpack.encode(value)
-    return struct.pack(">I", len(body) if announced is None else announced) + body
+    size = len(body) if announced is None else announced
+    return struct.pack(">3sBIQ", magic, version, size, payload) + body
 
 
 def encode_request(op: str, body: Any) -> bytes:
@@ -59,7 +62,9 @@ def _greeting_cases() -> Iterator[tuple[str, FrameCase]]:
     yield "greeting-job-with-nul", FrameCase(encode_frame({"protocol": 3, "job": "a\0b"}), refused)
     yield "greeting-job-endless", FrameCase(encode_frame({"protocol": 3, "job": "x" * 4000}), refused)
     yield "greeting-nested", FrameCase(encode_frame(nested_array(4000)), refused)
-    yield "greeting-cut-length", FrameCase(b"\0\0", CLOSED)
+    yield "greeting-cut-length", FrameCase(encode_frame(b"")[:2], CLOSED)
+    yield "greeting-of-another-framing", FrameCase(encode_frame(b"", version=2), refused)
+    yield "greeting-with-payload", FrameCase(encode_frame({"protocol": 3, "job": ""}, payload=1), refused)
     yield "greeting-cut-body", FrameCase(encode_frame({"protocol": 3, "job": ""})[:-3], CLOSED)
 
 
@@ -74,6 +79,8 @@ def _frame_cases() -> Iterator[tuple[str, FrameCase]]:
     yield "request-map", FrameCase(encode_frame({"op": "status", "body": {}}), "ProtocolError")
     yield "request-without-body", FrameCase(encode_frame(["status"]), "ProtocolError")
     yield "request-three-fields", FrameCase(encode_frame(["status", {}, "more"]), "ProtocolError")
+    yield "request-payload", FrameCase(encode_frame(["status", {}], payload=1), "ProtocolError")
+    yield "request-payload-16-eib", FrameCase(encode_frame(["status", {}], payload=(1 << 64) - 1), "ProtocolError")
     yield "request-op-number", FrameCase(encode_frame([7, {}]), "ProtocolError")
     yield "request-array-of-4g", FrameCase(encode_frame(b"\xdd\xff\xff\xff\xff"), "ProtocolError")
     yield "request-text-of-4g", FrameCase(encode_frame(b"\x92\xdb\xff\xff\xff\xff"), "ProtocolError")

@@ -22,7 +22,7 @@ CLOSED = "closed"
 """The agent closes the connection without an answer."""
 REFUSED = "refused"
 """The agent sends the reason and closes the connection."""
-HELLO = {"protocol": 2, "job": "victim", "node": "n1", "nonce": NONCE, "version": "1"}
+HELLO = {"protocol": 3, "job": "victim", "node": "n1", "nonce": NONCE, "version": "1"}
 
 
 class MessageCase(NamedTuple):
@@ -92,7 +92,7 @@ def _stranger_cases() -> Iterator[tuple[str, MessageCase]]:
         "stranger-pickle",
         protocol_error(encode_message(b"\x80\x04\x95\x1d\0\0\0\0\0\0\0\x8c\x05posix\x94\x8c\x06system\x94\x93.")),
     )
-    yield "stranger-job-missing", protocol_error(encode_message({"protocol": 2, "node": "n1", "nonce": NONCE}))
+    yield "stranger-job-missing", protocol_error(encode_message({"protocol": 3, "node": "n1", "nonce": NONCE}))
     yield "stranger-job-number", protocol_error(encode_message(hello(job=7)))
     yield "stranger-job-not-utf8", protocol_error(encode_message(b"\x81\xa3job\xa2\xff\xfe"))
     yield "stranger-nonce-as-text", protocol_error(encode_message(hello(nonce="n" * 31)))
@@ -110,6 +110,7 @@ def _stranger_cases() -> Iterator[tuple[str, MessageCase]]:
         yield name, MessageCase(data, CLOSED, "PeerUnreachableError")
     for name, wrong, error in (
         ("protocol-1", hello(protocol=1), "ProtocolError"),
+        ("protocol-2", hello(protocol=2), "ProtocolError"),
         ("protocol-negative", hello(protocol=-1), "ProtocolError"),
         ("protocol-huge", hello(protocol=(1 << 63) - 1), "ProtocolError"),
         ("job-path", hello(job="../../etc/passwd"), "InvalidNameError"),

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from peerstore.client.agent_launcher import connect_or_launch_agent
 from peerstore.daemon_process import trusted_users
 from peerstore.errors import AgentUnreachableError, PeerRefusedError
-from peerstore.server.agent_launcher import connect_or_launch_agent
-from peerstore.server.store_client import connect_to_agent
 from peerstore.settings import AgentPaths
+from peerstore.transport.unix import connect_to_agent
 from tieredckpt.agent.agent_client import NodeAgentClient
 from tieredckpt.cli.tier_client import open_tier_client
 from tieredckpt.settings import settings_from_mapping
@@ -100,7 +100,7 @@ def test_owner_of_the_socket_is_checked_with_the_kernel(foreign_agent, monkeypat
     """The directory could be replaced between its check and the connection."""
     at, _ = foreign_agent
     real = os.getuid()
-    monkeypatch.setattr("peerstore.server.store_client.peer_credentials", lambda _: (os.getpid(), uid))
+    monkeypatch.setattr("peerstore.transport.unix.peer_credentials", lambda _: (os.getpid(), uid))
     if uid in (real, 0):
         connect_to_agent(at.socket).close()
     else:

@@ -3,21 +3,24 @@
 import contextlib
 import re
 import socket
-import struct
 import threading
 from pathlib import Path
 
 import pytest
 
-from peerstore import message_codec
 from peerstore.errors import AgentUnreachableError
-from peerstore.message_codec import AGENT_PROTOCOL_VERSION, AgentHello, AgentRequest, AgentResponse
-from peerstore.server.store_client import connect_to_agent
+from peerstore.message_codec import decode_message
+from peerstore.rpc import Response
+from peerstore.transport.authentication import HANDSHAKE_VERSION, Hello, Welcome
+from peerstore.transport.framing import FRAME_MAGIC, FRAME_PREFIX, FRAME_VERSION
+from peerstore.transport.unix import connect_to_agent
 from tests.hostile.peerstore.make import CLOSED, FILES, hostile_frames
+from tests.support.raw_messages import receive_message, send_message, send_request
 from tests.support.stores import MIB, load_shard, save_shard, shard_content, shard_key, store_agent, store_directory
 
 HOSTILE = sorted(FILES.iterdir())
 VICTIM = shard_key(1, job="victim")
+HELLO = Hello(HANDSHAKE_VERSION, "")
 
 
 @pytest.fixture(scope="module")
@@ -37,8 +40,8 @@ def raw_connection(agent):
         def connect(*, greet: bool = True) -> socket.socket:
             sock = stack.enter_context(connect_to_agent(agent.place.socket, timeout_s=20))
             if greet:
-                message_codec.send_frame(sock, AgentHello(AGENT_PROTOCOL_VERSION, ""))
-                assert not message_codec.receive_frame(sock, AgentHello).refused
+                send_message(sock, HELLO)
+                assert not receive_message(sock, Welcome).refused
             return sock
 
         yield connect
@@ -75,12 +78,12 @@ def test_hostile_frame_gets_a_typed_error_and_leaks_nothing(agent, raw_connectio
     if expected == CLOSED:
         assert sock.recv(1) == b""
     elif expected == "refused":
-        assert message_codec.receive_frame(sock, AgentHello).refused
+        assert receive_message(sock, Welcome).refused
         assert sock.recv(1) == b""
     else:
-        answer = message_codec.receive_frame(sock, AgentResponse)
+        answer = receive_message(sock, Response)
         assert answer.error == expected
-        assert len(message_codec.decode_message(answer.body, str)) < 200_000
+        assert len(decode_message(answer.body, str)) < 200_000
         assert sock.recv(1) == b""
     assert peak_bytes(agent) < before + 32 * MIB
     assert_still_serves(agent)
@@ -90,28 +93,26 @@ def test_wrong_request_does_not_close_the_connection(agent, raw_connection):
     sock = raw_connection()
     for _ in range(3):
         sock.sendall((FILES / "request-op-unknown.frame").read_bytes())
-        assert message_codec.receive_frame(sock, AgentResponse).error == "RequestError"
+        assert receive_message(sock, Response).error == "RequestError"
         sock.sendall((FILES / "request-lease-nothing.frame").read_bytes())
-        assert message_codec.receive_frame(sock, AgentResponse).error == "ProtocolError"
-    message_codec.send_frame(sock, AgentRequest("epoch", message_codec.encode_raw_message({"job": "victim"})))
-    assert message_codec.decode_message(message_codec.receive_frame(sock, AgentResponse).body, int) == 1
+        assert receive_message(sock, Response).error == "ProtocolError"
+    send_request(sock, "epoch", {"job": "victim"})
+    assert decode_message(receive_message(sock, Response).body, int) == 1
 
 
 def test_fields_of_a_newer_client_are_ignored(raw_connection):
     sock = raw_connection(greet=False)
-    message_codec.send_frame(sock, {"protocol": AGENT_PROTOCOL_VERSION, "job": "", "colour": "green"})
-    assert not message_codec.receive_frame(sock, AgentHello).refused
-    message_codec.send_frame(
-        sock, AgentRequest("epoch", message_codec.encode_raw_message({"job": "victim", "colour": "green"}))
-    )
-    assert message_codec.decode_message(message_codec.receive_frame(sock, AgentResponse).body, int) == 1
+    send_message(sock, {"protocol": HANDSHAKE_VERSION, "job": "", "colour": "green"})
+    assert not receive_message(sock, Welcome).refused
+    send_request(sock, "epoch", {"job": "victim", "colour": "green"})
+    assert decode_message(receive_message(sock, Response).body, int) == 1
 
 
 def test_many_silent_connections_do_not_keep_others_out(agent, raw_connection):
     """Half greetings, half frames and nothing at all, two hundred of each, all at once."""
     for number in range(200):
         sock = raw_connection(greet=number % 3 == 0)
-        sock.sendall((b"", b"\0", struct.pack(">I", 64 << 20))[number % 3])
+        sock.sendall((b"", FRAME_MAGIC[:1], FRAME_PREFIX.pack(FRAME_MAGIC, FRAME_VERSION, 64 << 20, 0))[number % 3])
     before = peak_bytes(agent)
     assert_still_serves(agent)
     assert peak_bytes(agent) < before + 32 * MIB
@@ -130,10 +131,9 @@ def test_excess_connections_are_refused_until_others_close(agent):
 def test_client_that_never_reads_does_not_stop_the_others(agent, raw_connection):
     deaf = raw_connection()
     deaf.settimeout(0.2)
-    ask = AgentRequest("list_shards", message_codec.encode_raw_message({"job": None}))
     with contextlib.suppress(TimeoutError):
         while True:
-            message_codec.send_frame(deaf, ask)
+            send_request(deaf, "list_shards", {"job": None})
     assert_still_serves(agent)
 
 
@@ -154,7 +154,7 @@ def send_all_hostile(agent, step):
         file = HOSTILE[number * step % len(HOSTILE)]
         with connect_to_agent(agent.place.socket, timeout_s=20) as sock, contextlib.suppress(ConnectionError):
             if file.stem.startswith("request-"):
-                message_codec.send_frame(sock, AgentHello(AGENT_PROTOCOL_VERSION, ""))
+                send_message(sock, HELLO)
             sock.sendall(file.read_bytes())
 
 

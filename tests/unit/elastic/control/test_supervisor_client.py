@@ -9,7 +9,6 @@ import threading
 import pytest
 
 from elastic.control.control_messages import (
-    MAX_RANK_MESSAGE_BYTES,
     ExitReason,
     RankDesired,
     RankHello,
@@ -20,8 +19,8 @@ from elastic.control.control_messages import (
 from elastic.control.control_plane import ControlNotice, Dismissed, NoticeKind, RankAssignment
 from elastic.control.supervisor_client import SupervisorClient
 from elastic.errors import ControlDeadlineError, JobFailedError, StaleEpochError
-from peerstore import message_codec
 from tests.support.control_planes import PATIENCE_S, start_all
+from tests.support.raw_messages import receive_message, send_message
 
 PLACE = RankAssignment(
     epoch=0, rank=0, world_size=1, local_rank=0, local_world_size=1, node_rank=0, node_count=1, store="nowhere:1"
@@ -39,14 +38,12 @@ def supervised(tmp_path, over):
         def answer():
             line, _ = door.accept()
             with line, contextlib.suppress(BrokenPipeError):  # the rank has exited and waits for no answer
-                assert message_codec.receive_frame(line, RankHello).token == "token"
-                while (
-                    says := message_codec.receive_frame(line, RankStatus, limit_bytes=MAX_RANK_MESSAGE_BYTES)
-                ) is not None:
+                assert receive_message(line, RankHello).token == "token"
+                while (says := receive_message(line, RankStatus)) is not None:
                     hears = RankDesired(says.number, PLACE, STOP, 4)
                     if says.sealed is not None or (over is ExitReason.JOB_FAILED and says.phase is RankPhase.IN_WORLD):
                         hears = RankDesired(says.number, exit=over, reason="the end")
-                    message_codec.send_frame(line, hears)
+                    send_message(line, hears)
 
         thread = threading.Thread(target=answer)
         thread.start()
@@ -94,8 +91,8 @@ def test_stopped_supervisor_blocks_no_rank(tmp_path):
         spoken.result(PATIENCE_S)
         line, _ = door.accept()  # the supervisor continues
         with line:
-            assert message_codec.receive_frame(line, RankHello).token == "token"
+            assert receive_message(line, RankHello).token == "token"
             says = RankStatus(0, RankPhase.IN_WORLD)
             while says.phase is not RankPhase.READY:
-                says = message_codec.receive_frame(line, RankStatus, limit_bytes=MAX_RANK_MESSAGE_BYTES)
+                says = receive_message(line, RankStatus)
         plane.close()

@@ -12,14 +12,15 @@ from pathlib import Path
 import pytest
 
 from peerstore import checksums
+from peerstore.client.store_client import Client
 from peerstore.errors import ArenaFullError, PeerStoreError, UnavailableError
 from peerstore.peers.peer_messages import ReadRanges
 from peerstore.peers.shard_server import RangeServer
-from peerstore.server.store_client import Client, connect_to_agent
 from peerstore.server.store_server import StoreServer
 from peerstore.settings import StoreSettings
 from peerstore.store.arena import TmpfsArena
 from peerstore.store.node_store import NodeStore, StoreListener
+from peerstore.transport.unix import connect_to_agent
 from tests.support.local_nodes import wait_until
 from tests.support.stores import MIB, shard_content, shard_key, store_directory
 from tests.support.syscall_failures import CODES, CallRecorder

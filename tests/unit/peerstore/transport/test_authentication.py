@@ -61,8 +61,8 @@ def test_both_sides_learn_the_peer_identity(kind, tmp_path):
     with channel_pair(kind, tmp_path) as line:
         near, far = line.connected_ends()
         server = line.run_in_background(admitted, far)
-        assert greeted(near, expect="n2") == PeerIdentity("job", "n2", 2, "0.2")
-        assert server.result(PATIENCE_S) == PeerIdentity("job", "n1", 2, "0.1")
+        assert greeted(near, expect="n2") == PeerIdentity("job", "n2", 3, "0.2")
+        assert server.result(PATIENCE_S) == PeerIdentity("job", "n1", 3, "0.1")
         for channel in (near, far):
             assert (channel.max_header_bytes, channel.max_payload_bytes, channel.timeout_s) == (
                 MAX_MESSAGE_HEADER_BYTES,
@@ -90,7 +90,7 @@ def test_client_without_proof_gets_a_uniform_refusal(line, secret_of):
     """A client that continues after a wrong server proof, or that has no secret."""
     near, far = line.connected_ends()
     server = line.run_in_background(admitted, far, secret_of=secret_of)
-    hello = Hello(2, "job", "n1", NONCE)
+    hello = Hello(3, "job", "n1", NONCE)
     near.send(encode(hello))
     challenge = decode(near, Challenge)
     assert (len(challenge.nonce), len(challenge.proof), challenge.refused) == (32, 32, "")
@@ -124,7 +124,7 @@ def test_reflected_proof_is_refused(line):
     """The server sends its proof first; a client without the secret returns it as its own."""
     near, far = line.connected_ends()
     server = line.run_in_background(admitted, far)
-    near.send(encode(Hello(2, "job", "n1", NONCE)))
+    near.send(encode(Hello(3, "job", "n1", NONCE)))
     near.send(encode(Proof(decode(near, Challenge).proof)))
     assert decode(near, Welcome).refused
     with pytest.raises(PeerRefusedError):
@@ -150,7 +150,7 @@ def test_relayed_nonce_gets_no_valid_proof(line):
 
 def test_a_recorded_conversation_does_not_work_again(line):
     near, far = line.connected_ends()
-    hello = Hello(2, "job", "n1", NONCE)
+    hello = Hello(3, "job", "n1", NONCE)
     said = []
     for turn in range(2):
         near, far = line.connected_ends()
@@ -168,10 +168,10 @@ def test_a_recorded_conversation_does_not_work_again(line):
             server.result(PATIENCE_S)
 
 
-HELLO = Hello(2, "job", "n1", NONCE, "0.1")
-CHALLENGE = Challenge(2, "n2", b"m" * 32, b"", "0.2")
-SWAPPED_HELLO = Hello(2, "job", "n1", b"m" * 32, "0.1")
-SWAPPED_CHALLENGE = Challenge(2, "n2", NONCE, b"", "0.2")
+HELLO = Hello(3, "job", "n1", NONCE, "0.1")
+CHALLENGE = Challenge(3, "n2", b"m" * 32, b"", "0.2")
+SWAPPED_HELLO = Hello(3, "job", "n1", b"m" * 32, "0.1")
+SWAPPED_CHALLENGE = Challenge(3, "n2", NONCE, b"", "0.2")
 
 
 @pytest.mark.parametrize(
@@ -231,8 +231,8 @@ def test_invalid_hello_is_refused_with_a_reason(line, hello, error, told):
 @pytest.mark.parametrize(
     ("challenge", "error", "match"),
     [
-        (Challenge(1, refused="protocol 2 is not spoken here"), ProtocolError, "speaks protocol 1, this is 2"),
-        (Challenge(2, refused="x" * 1000), PeerRefusedError, "x'$"),
+        (Challenge(1, refused="protocol 2 is not spoken here"), ProtocolError, "speaks protocol 1, this is 3"),
+        (Challenge(3, refused="x" * 1000), PeerRefusedError, "x'$"),
         (CHALLENGE, PeerRefusedError, "could not prove"),
         (msgspec.structs.replace(CHALLENGE, nonce=b""), ProtocolError, "nonce of 0 bytes"),
     ],
@@ -270,8 +270,8 @@ def test_unauthenticated_peer_is_limited_to_small_headers(line, side):
 
 @pytest.mark.parametrize("side", [admitted, greeted])
 def test_malformed_message_ends_the_handshake(line, side):
-    for header in (b"", b"\xc1" * 50, b"\x91" * 4000, encode([1, 2, 3]), encode({"protocol": 2}), encode(None)):
-        if side is greeted and header == encode({"protocol": 2}):
+    for header in (b"", b"\xc1" * 50, b"\x91" * 4000, encode([1, 2, 3]), encode({"protocol": 3}), encode(None)):
+        if side is greeted and header == encode({"protocol": 3}):
             continue  # a challenge that refuses nothing and proves nothing
         near, far = line.connected_ends()
         work = line.run_in_background(side, far)

@@ -7,16 +7,16 @@ import time
 
 import pytest
 
-from peerstore import message_codec
-from peerstore.message_codec import AGENT_PROTOCOL_VERSION, AgentHello, AgentRequest
-from peerstore.server.agent_launcher import AgentWatchdog
-from peerstore.server.store_api import Operation
-from peerstore.server.store_client import connect_to_agent
+from peerstore.client.agent_launcher import AgentWatchdog
+from peerstore.rpc import Operation, Request
 from peerstore.server.store_server import StoreServer
 from peerstore.settings import StoreSettings
 from peerstore.store.arena import MemfdArena
 from peerstore.store.node_store import NodeStore
+from peerstore.transport.authentication import HANDSHAKE_VERSION, Hello, Welcome
+from peerstore.transport.unix import connect_to_agent
 from tests.support.local_nodes import wait_until
+from tests.support.raw_messages import receive_message, send_message, send_request
 
 pytestmark = pytest.mark.slow
 
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.slow
 def greeted(ends):
     here, there = socket.socketpair()
     there.settimeout(30)
-    message_codec.send_frame(there, AgentHello(AGENT_PROTOCOL_VERSION, ""))
+    send_message(there, Welcome())
     ends.append(there)
     return here
 
@@ -35,8 +35,8 @@ def test_silent_agent_does_not_block_closing_the_watchdog():
         watch = AgentWatchdog(lambda: greeted(ends), lambda: False)
         cleanup.callback(lambda: [end.close() for end in ends])
         wait_until(lambda: ends)
-        assert message_codec.receive_frame(ends[0], AgentHello).protocol == AGENT_PROTOCOL_VERSION
-        assert message_codec.receive_frame(ends[0], AgentRequest).op == "epoch"
+        assert receive_message(ends[0], Hello).protocol == HANDSHAKE_VERSION
+        assert receive_message(ends[0], Request).op == "epoch"
         began = time.monotonic()
         watch.close()
         assert time.monotonic() - began < 30
@@ -77,9 +77,9 @@ def test_ending_agent_removes_its_socket_before_closing_connections(tmp_path):
     server.start()
     here = connect_to_agent(tmp_path / "agent.sock")
     here.settimeout(30)
-    message_codec.send_frame(here, AgentHello(AGENT_PROTOCOL_VERSION, ""))
-    assert message_codec.receive_frame(here, AgentHello).protocol == AGENT_PROTOCOL_VERSION
-    message_codec.send_frame(here, AgentRequest("wait", message_codec.encode_raw_message(None)))
+    send_message(here, Hello(HANDSHAKE_VERSION, ""))
+    assert receive_message(here, Welcome).protocol == HANDSHAKE_VERSION
+    send_request(here, "wait", None)
     assert asked.wait(30)
     ending = threading.Thread(target=server.close)
     ending.start()

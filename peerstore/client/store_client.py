@@ -2,30 +2,25 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import select
 import socket
-import threading
 import time
 from collections.abc import Callable, Collection, Mapping
-from pathlib import Path
 from typing import Any, TypeVar
 
-from peerstore import deadlines, message_codec
-from peerstore.daemon_process import peer_credentials, trusted_users
+from peerstore import deadlines
+from peerstore.client import store_api
+from peerstore.client.store_api import clamp_wait_s
 from peerstore.errors import (
     AgentUnreachableError,
-    PeerRefusedError,
     PeerStoreError,
+    PeerUnreachableError,
     ProtocolError,
     RequestError,
     UnavailableError,
-    error_from_wire,
 )
-from peerstore.message_codec import AGENT_PROTOCOL_VERSION, AgentHello, AgentRequest, AgentResponse
-from peerstore.server import store_api
-from peerstore.server.store_api import clamp_wait_s
+from peerstore.message_codec import decode_message
+from peerstore.rpc import Connection, ConnectionPool, Response, decode_result, remaining_until
 from peerstore.shard_records import (
     Lease,
     Pin,
@@ -37,6 +32,8 @@ from peerstore.shard_records import (
     StoreStatus,
     VersionId,
 )
+from peerstore.transport.authentication import greet_agent
+from peerstore.transport.unix import UnixChannel
 
 _CALL_S = 60.0
 _GREETING_S = 10.0
@@ -44,7 +41,6 @@ _SILENT_S = 3.0
 """Seconds without a response after which the client checks whether the agent hangs."""
 _GRACE_S = 1.0
 """Seconds that the client waits beyond a request's deadline, at which the agent itself gives up."""
-_CONNECT_RETRY_S = 0.01
 _SLOWEST_BYTES_PER_S = 100e6
 _ADOPTION_S = 660.0
 T = TypeVar("T")
@@ -52,55 +48,9 @@ T = TypeVar("T")
 AgentConnector = Callable[[], socket.socket]
 
 
-def connect_to_agent(path: Path, *, timeout_s: float = 5.0, named: bool = False) -> socket.socket:
-    """Return a connection to the agent's socket; raise :class:`AgentUnreachableError` if that fails.
-
-    Raise :class:`PeerRefusedError` if the socket's directory is not trusted or another user's process listens (see
-    :func:`~peerstore.daemon_process.trusted_users`). Nothing is sent to such a process.
-    """
-    try:
-        trusted = trusted_users(path.parent, named=named)
-    except PermissionError as error:
-        raise PeerRefusedError(f"the agent on {path.name} is not used: {error}") from None
-    except OSError as error:
-        raise AgentUnreachableError(f"no agent answers on {path}: {error}") from error
-    sock = _connect(path, timeout_s)
-    try:
-        _, uid = peer_credentials(sock)
-    except OSError as error:
-        sock.close()
-        raise AgentUnreachableError(f"cannot identify the process that listens on {path}: {error}") from error
-    if uid not in trusted:  # the directory was replaced meanwhile
-        sock.close()
-        raise PeerRefusedError(f"a process of user {uid} listens on {path}: it is not the agent of user {os.getuid()}")
-    return sock
-
-
-def _connect(path: Path, timeout_s: float) -> socket.socket:
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    timeout_s = max(_CONNECT_RETRY_S, deadlines.remaining_s(timeout_s))
-    sock.settimeout(timeout_s)
-    deadline = time.monotonic() + timeout_s
-    while True:
-        try:
-            sock.connect(str(path))
-        except BlockingIOError as error:  # the kernel's queue of unaccepted connections is full
-            if time.monotonic() > deadline:
-                sock.close()
-                raise AgentUnreachableError(
-                    f"the agent on {path} accepted no connection for {timeout_s:.1f} s"
-                ) from error
-            time.sleep(_CONNECT_RETRY_S)
-        except OSError as error:
-            sock.close()
-            raise AgentUnreachableError(f"no agent answers on {path}: {error}") from error
-        else:
-            return sock
-
-
-def _silence_message(sock: socket.socket, what: str, since: float) -> str:
+def _silence_message(channel: UnixChannel, what: str, since: float) -> str:
     return (
-        f"the agent (process {peer_credentials(sock)[0]}) {what}: nothing was heard of it for "
+        f"the agent (process {channel.credentials[0]}) {what}: nothing was heard of it for "
         f"{time.monotonic() - since:.1f} s. "
         "It hangs, was stopped or is overwhelmed"
     )
@@ -113,7 +63,7 @@ def _require_fd(fd: int | None, what: str) -> int:
 
 
 class Client:
-    """A :class:`~peerstore.server.store_api.Store` behind a socket.
+    """A :class:`~peerstore.client.store_api.Store` behind a socket.
 
     Thread-safe; each call uses its own connection. When the agent dies during a call, the client repeats the call on a
     new connection for up to ``retry_s`` seconds. ``connector`` may launch a new agent. If the call still fails, later
@@ -139,14 +89,11 @@ class Client:
         self._job = job
         self._retry_s = retry_s
         self._errors = dict(errors or {})
-        self._idle: list[socket.socket] = []
-        self._closed = False
+        self._pool: ConnectionPool[UnixChannel] = ConnectionPool(self._connect, self._greet, "the agent")
         self._unreachable = False
-        self._lock = threading.Lock()
-        self._pid = os.getpid()
         self.server_version = ""
         self.arena_id = self.start_id = ""
-        self._return_connection(self._open(time.monotonic() + deadlines.remaining_s(retry_s)))
+        self._pool.put(self._open(time.monotonic() + deadlines.remaining_s(retry_s)))
 
     # -- Store ------------------------------------------------------------------------------------------------
 
@@ -242,11 +189,7 @@ class Client:
 
     def close(self) -> None:
         """Close the connections; one in the middle of a call is closed when the call ends."""
-        with self._lock:
-            self._closed = True
-            idle, self._idle = self._idle, []
-        for sock in idle:
-            sock.close()
+        self._pool.close(busy=False)
 
     # -- any operation ----------------------------------------------------------------------------------------
 
@@ -284,50 +227,44 @@ class Client:
             return self._send_request(op, body, result, timeout_s)
 
     def _send_request(self, op: str, body: object, result: type[T] | Any, timeout_s: float) -> tuple[Any, int | None]:
-        raw, began = message_codec.encode_raw_message(body), time.monotonic()
+        began = time.monotonic()
         deadline = began + deadlines.remaining_s(self._retry_s)
-        sock = self._take_connection(deadline)
+        line = self._pool.take() or self._open(deadline)
         while True:
             try:
                 left_s = deadlines.remaining_s(timeout_s)
-                sock.settimeout(left_s + _GRACE_S)
-                message_codec.send_frame(sock, AgentRequest(op, raw, left_s))
-                self._await_answer(sock, left_s + _GRACE_S)
-                response, fd = message_codec.receive_frame_with_fd(sock, AgentResponse)
-                if response is None:
-                    raise AgentUnreachableError("the agent closed the connection")
+                line.send(op, body, remaining_s=left_s)
+                self._await_answer(line.channel, left_s + _GRACE_S)
+                response = decode_message(line.receive(op, timeout_s=_CALL_S).header, Response)
+                fd = line.channel.take_file()
                 break
             except TimeoutError as error:
-                silent = _silence_message(sock, f"did not answer {op!r}", began)
-                sock.close()
+                silent = _silence_message(line.channel, f"did not answer {op!r}", began)
+                self._pool.drop(line)
                 raise AgentUnreachableError(silent) from error
-            except (AgentUnreachableError, OSError) as error:
-                sock.close()
+            except PeerUnreachableError as error:
+                self._pool.drop(line)
                 if time.monotonic() >= deadline:
                     raise AgentUnreachableError(f"the agent was lost during {op!r}: {error}") from error
-                sock = self._open(deadline)
+                line = self._open(deadline)
             except BaseException:
-                sock.close()
+                self._pool.drop(line)
                 raise
-        self._return_connection(sock)
+        self._pool.put(line)
         try:
-            if response.error:
-                raise self._error(response)
-            return message_codec.decode_message(response.body, result), fd
+            return decode_result(response, result, self._errors), fd
         except BaseException:
             if fd is not None:
                 os.close(fd)
             raise
 
-    def _await_answer(self, sock: socket.socket, timeout_s: float) -> None:
+    def _await_answer(self, channel: UnixChannel, timeout_s: float) -> None:
         """Wait until data arrives; raise :class:`TimeoutError` after ``timeout_s`` seconds.
 
         A working agent may be silent for long. A hung one is replaced, if enough time remains to prove that it hangs.
         """
         until = time.monotonic() + timeout_s
-        waiting = select.poll()
-        waiting.register(sock, select.POLLIN)
-        while not waiting.poll(1000 * min(_SILENT_S, max(0.0, until - time.monotonic()))):
+        while not channel.wait_readable(min(_SILENT_S, until - time.monotonic())):
             if time.monotonic() >= until:
                 raise TimeoutError
             if until - time.monotonic() > _SILENT_S:
@@ -346,85 +283,57 @@ class Client:
 
         Nothing is retried, and no agent is launched. Return the response as ``answer``, or ``None`` without a response.
         """
-        with self._lock:
-            sock = self._idle.pop() if self._idle and self._pid == os.getpid() else None
-        with contextlib.suppress(PeerStoreError, OSError), contextlib.ExitStack() as undo:
-            if sock is None and seek is not None and not self._closed:
-                sock = self._greet(seek(), timeout_s)
-            if sock is None:
-                return None
-            undo.callback(sock.close)
-            sock.settimeout(timeout_s)
-            message_codec.send_frame(sock, AgentRequest(op, message_codec.encode_raw_message(body), timeout_s))
-            response = message_codec.receive_frame(sock, AgentResponse)
-            if response is not None:
-                undo.pop_all()
-                self._return_connection(sock)
-                if answer is not None and not response.error:
-                    return message_codec.decode_message(response.body, answer)
-        return None
+        until = time.monotonic() + timeout_s
+        line = self._pool.take()
+        try:
+            if line is None:
+                if seek is None or self._pool.closed:
+                    return None
+                line = Connection(UnixChannel(seek(), "the agent", takes_files=True))
+                self._greet(line, until)
+            found = line.call(op, body, Any if answer is None else answer, timeout_s=timeout_s, until=until)
+        except (PeerUnreachableError, ProtocolError, OSError):
+            if line is not None:
+                self._pool.drop(line)
+            return None
+        except PeerStoreError:  # the response is an error
+            if line is not None:
+                self._pool.put(line)
+            return None
+        self._pool.put(line)
+        return None if answer is None else found
 
-    def _error(self, response: AgentResponse) -> Exception:
-        message = message_codec.decode_message(response.body, str)
-        kind = self._errors.get(response.error)
-        return kind(message) if kind is not None else error_from_wire(response.error, message)
-
-    def _take_connection(self, deadline: float) -> socket.socket:
-        with self._lock:
-            if self._pid != os.getpid():  # a forked child must not use its parent's connections
-                inherited, self._idle, self._pid = self._idle, [], os.getpid()
-                for sock in inherited:
-                    sock.close()
-            if self._idle:
-                return self._idle.pop()
-        return self._open(deadline)
-
-    def _return_connection(self, sock: socket.socket) -> None:
-        with self._lock:
-            if not self._closed:
-                self._idle.append(sock)
-                return
-        sock.close()
-
-    def _open(self, deadline: float) -> socket.socket:
-        if self._closed:  # a new connection could launch an agent
-            raise RequestError("this client is closed: its job's checkpointer or session has ended")
+    def _open(self, deadline: float) -> Connection[UnixChannel]:
         pause = 0.02
         while True:
+            if self._pool.closed:  # a new connection could launch an agent
+                raise RequestError("this client is closed: its job's checkpointer or session has ended")
             try:
-                sock = self._greet(self._connector(), max(0.1, deadlines.remaining_s(_GREETING_S)))
+                line = self._pool.open()
                 self._unreachable = False
-                return sock
-            except (AgentUnreachableError, OSError) as error:
+                return line
+            except (AgentUnreachableError, PeerUnreachableError, OSError) as error:
                 in_time = deadlines.remaining_s() > _SILENT_S
                 replaced = isinstance(error, TimeoutError) and in_time and self._replace()
                 if not replaced and (self._unreachable or time.monotonic() + pause >= deadline):
                     self._unreachable = True
-                    if isinstance(error, TimeoutError):
+                    if isinstance(error, (TimeoutError, PeerUnreachableError)):
                         raise AgentUnreachableError(str(error)) from error
                     raise
                 time.sleep(pause)
                 pause = min(pause * 2, 1.0)
 
-    def _greet(self, sock: socket.socket, timeout_s: float) -> socket.socket:
-        with contextlib.ExitStack() as undo:
-            undo.callback(sock.close)
-            sock.settimeout(timeout_s)
-            began = time.monotonic()
-            try:
-                message_codec.send_frame(sock, AgentHello(AGENT_PROTOCOL_VERSION, self._job))
-                answer = message_codec.receive_frame(sock, AgentHello, limit_bytes=message_codec.MAX_AGENT_HELLO_BYTES)
-            except TimeoutError:
-                raise TimeoutError(_silence_message(sock, "takes connections and does not greet", began)) from None
-            if answer is None:
-                raise AgentUnreachableError("the agent closed the connection before it greeted")
-            if answer.refused and answer.protocol == AGENT_PROTOCOL_VERSION:
-                raise RequestError(f"the agent refused this process: {answer.refused}")
-            if answer.protocol != AGENT_PROTOCOL_VERSION:
-                raise ProtocolError(
-                    f"the agent speaks protocol {answer.protocol} (version {answer.server or 'unknown'}), "
-                    f"this client {AGENT_PROTOCOL_VERSION}: use the same release for both"
-                )
-            self.server_version, self.arena_id, self.start_id = answer.server, answer.arena, answer.start_id
-            undo.pop_all()
-        return sock
+    def _connect(self, _until: float | None) -> UnixChannel:
+        return UnixChannel(self._connector(), "the agent", takes_files=True)
+
+    def _greet(self, line: Connection[UnixChannel], until: float | None) -> None:
+        within_s, left_s = max(0.1, deadlines.remaining_s(_GREETING_S)), remaining_until(until)
+        within_s = within_s if left_s is None else min(within_s, left_s)
+        began = time.monotonic()
+        try:
+            welcome = greet_agent(line.channel, self._job, within_s=within_s)
+        except PeerUnreachableError as error:
+            if time.monotonic() - began < within_s:
+                raise AgentUnreachableError("the agent closed the connection before it greeted") from error
+            raise TimeoutError(_silence_message(line.channel, "takes connections and does not greet", began)) from None
+        self.server_version, self.arena_id, self.start_id = welcome.version, welcome.arena_id, welcome.start_id

@@ -1,20 +1,16 @@
-"""The store's contract, one request type per operation, and the server's dispatch table."""
+"""The store's contract, and one request type per operation."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
-from typing import Any, Protocol
+from collections.abc import Collection
+from typing import Protocol
 
 import msgspec
 
-from peerstore.daemon_process import ProcessIdentity
 from peerstore.shard_records import (
     Lease,
     NonNegativeInt,
     Pin,
-    PinResponse,
     ShardInfo,
     ShardKey,
     ShardRecord,
@@ -22,7 +18,6 @@ from peerstore.shard_records import (
     StoreStatus,
     VersionId,
 )
-from peerstore.store.node_store import NodeStore
 
 MAX_REQUEST_WAIT_S = 300.0
 """Seconds that a server waits for one request at most; a client that waits longer repeats it."""
@@ -191,79 +186,6 @@ class DropUnrecognizedRequest(msgspec.Struct, frozen=True):
 
 class StoreStatusRequest(msgspec.Struct, frozen=True):
     pass
-
-
-@dataclass(frozen=True)
-class ResultWithFile:
-    """A result with an open file: ``close`` is called after sending, ``undo`` if sending failed."""
-
-    result: object
-    fd: int
-    close: Callable[[], object]
-    undo: Callable[[], object] = lambda: None
-
-
-@dataclass(frozen=True)
-class Operation:
-    """Types and handler of one request; the handler returns a ``result`` or a :class:`ResultWithFile`."""
-
-    args: type[Any]
-    result: Any
-    answer: Callable[[Any, ProcessIdentity], Any]
-
-
-def store_operations(store: NodeStore) -> Mapping[str, Operation]:
-    """Return every operation of :class:`Store`, implemented by ``store``."""
-    none = type(None)
-
-    def pin(key: ShardKey, client: ProcessIdentity) -> ResultWithFile:
-        pinned = store.pin(key, owner=client)
-        return ResultWithFile(
-            PinResponse(pinned.id, pinned.record), pinned.fd, pinned.close, lambda: store.unpin(pinned.id)
-        )
-
-    def open_slot(slot: str) -> ResultWithFile:
-        fd = store.open_slot(slot)
-        return ResultWithFile(None, fd, lambda: os.close(fd))
-
-    return {
-        "epoch": Operation(JobRequest, int, lambda a, _: store.epoch(a.job)),
-        "claim": Operation(ClaimRequest, int, lambda a, _: store.claim(a.job, a.incarnation, at_least=a.at_least)),
-        "lease": Operation(
-            LeaseRequest,
-            Lease,
-            lambda a, client: store.lease(a.key, a.size_bytes, a.parts, wait_s=clamp_wait_s(a.wait_s), owner=client),
-        ),
-        "grow": Operation(
-            GrowRequest, Lease, lambda a, _: store.grow(a.lease_id, a.size_bytes, wait_s=clamp_wait_s(a.wait_s))
-        ),
-        "open_slot": Operation(OpenSlotRequest, none, lambda a, _: open_slot(a.slot)),
-        "relabel": Operation(RelabelRequest, Lease, lambda a, _: store.relabel(a.lease_id, a.key)),
-        "seal": Operation(SealRequest, ShardRecord, lambda a, _: store.seal(a.lease_id, a.size_bytes, a.meta, a.blobs)),
-        "release": Operation(ReleaseLeaseRequest, none, lambda a, _: store.release(a.lease_id)),
-        "reserve": Operation(
-            ReserveRequest, list[SlotInfo], lambda a, _: store.reserve(a.job, a.part, a.size_bytes, slots=a.slots)
-        ),
-        "list_shards": Operation(ListShardsRequest, list[ShardInfo], lambda a, _: store.list_shards(a.job)),
-        "pin": Operation(PinRequest, PinResponse, lambda a, client: pin(a.key, client)),
-        "unpin": Operation(UnpinRequest, bool, lambda a, _: store.unpin(a.pin_id)),
-        "verify": Operation(VerifyRequest, tuple[int, ...], lambda a, _: store.verify(a.key, a.chunks)),
-        "report_damage": Operation(ReportDamageRequest, none, lambda a, _: store.report_damage(a.key, a.reason)),
-        "mark_committed": Operation(MarkCommittedRequest, none, lambda a, _: store.mark_committed(a.job, a.version_id)),
-        "abort_part": Operation(AbortPartRequest, none, lambda a, _: store.abort_part(a.job, a.version_id, a.part)),
-        "newest_committed": Operation(JobRequest, VersionId | None, lambda a, _: store.newest_committed(a.job)),
-        "delete_versions": Operation(DeleteVersionsRequest, int, lambda a, _: store.delete_versions(a.job, a.versions)),
-        "retain": Operation(
-            RetainVersionRequest, none, lambda a, _: store.retain(a.job, a.version_id, kept=a.retained)
-        ),
-        "retained": Operation(JobRequest, set[VersionId], lambda a, _: store.retained(a.job)),
-        "put_blob": Operation(PutBlobRequest, none, lambda a, _: store.put_blob(a.job, a.name, a.data)),
-        "get_blob": Operation(BlobRequest, bytes, lambda a, _: store.get_blob(a.job, a.name)),
-        "remove_blob": Operation(BlobRequest, none, lambda a, _: store.remove_blob(a.job, a.name)),
-        "list_blobs": Operation(JobRequest, list[str], lambda a, _: store.list_blobs(a.job)),
-        "drop_unrecognized": Operation(DropUnrecognizedRequest, int, lambda a, _: store.drop_unrecognized(a.names)),
-        "status": Operation(StoreStatusRequest, StoreStatus, lambda *_: store.status()),
-    }
 
 
 def clamp_wait_s(wait_s: float) -> float:

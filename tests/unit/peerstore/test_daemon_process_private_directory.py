@@ -7,8 +7,8 @@ import stat
 
 import pytest
 
+from peerstore.daemon_process import ensure_private_directory
 from peerstore.errors import RequestError
-from peerstore.server.store_server import ensure_private_directory
 
 
 def mode_of(path):

@@ -16,13 +16,14 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from peerstore import deadlines, message_codec
-from peerstore.daemon_process import peer_credentials
+from peerstore import deadlines
+from peerstore.client.store_client import AgentConnector, Client
+from peerstore.daemon_process import ensure_private_directory, peer_credentials
 from peerstore.errors import AgentUnreachableError, PeerStoreError
-from peerstore.message_codec import AGENT_PROTOCOL_VERSION, AgentHello
-from peerstore.server.store_client import AgentConnector, Client, connect_to_agent
-from peerstore.server.store_server import ensure_private_directory
 from peerstore.settings import AgentPaths
+from peerstore.transport.authentication import encode_hello
+from peerstore.transport.framing import encode_frame
+from peerstore.transport.unix import UnixChannel, connect_to_agent
 
 log = logging.getLogger(__name__)
 
@@ -103,7 +104,7 @@ def silence_of_agent(place: AgentPaths, *, still_s: float = _MAX_IDLE_S, within_
         pid = peer_credentials(sock)[0]
         sock.settimeout(still_s)
         try:
-            message_codec.send_frame(sock, AgentHello(AGENT_PROTOCOL_VERSION, ""))
+            sock.sendall(encode_frame(encode_hello("")))
             while not select.select([sock], [], [], 0)[0]:
                 before = _cpu_ticks_at_rest(pid)
                 if select.select([sock], [], [], still_s)[0]:
@@ -182,15 +183,10 @@ def _hung_agent(place: AgentPaths, within_s: float) -> Iterator[tuple[int, int]]
 
 
 def _greets(sock: socket.socket, within_s: float) -> bool:
-    sock.settimeout(within_s)
-    try:
-        message_codec.send_frame(sock, AgentHello(AGENT_PROTOCOL_VERSION, ""))
-        message_codec.receive_frame(sock, AgentHello, limit_bytes=message_codec.MAX_AGENT_HELLO_BYTES)
-    except TimeoutError:
-        return False
-    except PeerStoreError:  # an answer, though not a greeting
-        return True
-    return True
+    """Return whether the agent answers a greeting, in whatever way."""
+    channel = UnixChannel(sock)
+    channel.send(encode_hello(""))
+    return channel.wait_readable(within_s)
 
 
 def _idle_cpu_ticks(pid: int) -> int:

@@ -8,12 +8,15 @@ import time
 
 import pytest
 
-from peerstore import deadlines, message_codec
+from peerstore import deadlines
+from peerstore.client.store_api import JobRequest, StoreStatusRequest
+from peerstore.client.store_client import Client
 from peerstore.errors import AgentUnreachableError, ProtocolError, RequestError
-from peerstore.message_codec import AGENT_PROTOCOL_VERSION, AgentHello, AgentRequest, AgentResponse
-from peerstore.server.store_api import JobRequest, StoreStatusRequest
-from peerstore.server.store_client import Client, connect_to_agent
+from peerstore.rpc import Request
+from peerstore.transport.authentication import HANDSHAKE_VERSION, Hello, Welcome
+from peerstore.transport.unix import connect_to_agent
 from tests.support.local_nodes import wait_until
+from tests.support.raw_messages import receive_message, send_message, send_response
 
 
 class ScriptedAgent:
@@ -21,22 +24,21 @@ class ScriptedAgent:
 
     def __init__(self):
         self.ends = []
-        self.greeting = AgentHello(AGENT_PROTOCOL_VERSION, "", "1.0", "arena")
+        self.greeting = Welcome(version="1.0", arena_id="arena")
 
     def connect(self):
         here, there = socket.socketpair()
         there.settimeout(10)
         self.ends.append(there)
-        message_codec.send_frame(there, self.greeting)
+        send_message(there, self.greeting)
         return here
 
     def request(self, end=0):
-        greeting = message_codec.receive_frame(self.ends[end], AgentHello)
-        assert greeting.protocol == AGENT_PROTOCOL_VERSION
-        return message_codec.receive_frame(self.ends[end], AgentRequest)
+        assert receive_message(self.ends[end], Hello).protocol == HANDSHAKE_VERSION
+        return receive_message(self.ends[end], Request)
 
     def answer(self, value, end=0):
-        message_codec.send_frame(self.ends[end], AgentResponse("", message_codec.encode_raw_message(value)))
+        send_response(self.ends[end], value)
 
     def close(self):
         for end in self.ends:
@@ -74,10 +76,10 @@ def test_successive_calls_share_a_connection(agent):
 
 
 def test_an_agent_of_another_protocol_is_named(agent):
-    agent.greeting = AgentHello(AGENT_PROTOCOL_VERSION + 1, "", "9.9")
+    agent.greeting = Welcome(protocol=HANDSHAKE_VERSION + 1, version="9.9")
     with pytest.raises(ProtocolError, match=r"speaks protocol 4 \(version 9\.9\), this client 3: use the same release"):
         Client(agent.connect, retry_s=0)
-    assert message_codec.receive_frame(agent.ends[0], AgentHello).protocol == AGENT_PROTOCOL_VERSION
+    assert receive_message(agent.ends[0], Hello).protocol == HANDSHAKE_VERSION
     assert agent.ends[0].recv(1) == b"", "the refused connection was left open"
 
 
@@ -101,7 +103,7 @@ def test_retry_time_is_spent_once_on_a_lost_agent():
         return waiting.pop()
 
     client = Client(connect, retry_s=0.3)
-    client._idle.pop().close()
+    client._pool.take().close()
     with pytest.raises(AgentUnreachableError):
         client.epoch("job")
     assert len(tries) > 3
@@ -158,7 +160,7 @@ def test_request_carries_its_remaining_time(agent):
         agent.answer(1)
         with deadlines.timeout_scope(3.0), deadlines.timeout_scope(50.0):
             client.epoch("job")
-        within, budget = (message_codec.receive_frame(agent.ends[0], AgentRequest).remaining_s for _ in range(2))
+        within, budget = (receive_message(agent.ends[0], Request).remaining_s for _ in range(2))
         assert 6.0 < within <= 7.0
         assert 2.0 < budget <= 3.0
 

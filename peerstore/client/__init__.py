@@ -1,0 +1,1 @@
+"""Client of the node agent for local processes."""
