@@ -177,7 +177,7 @@ def test_two_sides_of_a_partition_never_both_have_a_quorum(count, data, seed, lo
     net.run_until(net.is_agreed, within_s=QUIET_S)
 
 
-@pytest.mark.parametrize("minority", [1, 29, 30, *(pytest.param(n, marks=pytest.mark.nightly) for n in (4, 12, 20))])
+@pytest.mark.parametrize("minority", [29, *(pytest.param(n, marks=pytest.mark.nightly) for n in (1, 4, 12, 20, 30))])
 def test_minority_loses_quorum_and_the_majority_continues(minority):
     net = GossipNetwork(peer_nodes(60), seed=minority)
     net.run_until(net.is_agreed, within_s=30)
