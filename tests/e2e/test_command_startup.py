@@ -28,7 +28,7 @@ MODULES = [
 ]  # fmt: skip
 """Modules that other commands of the project start, or that the documentation starts."""
 OF_THE_NIGHT = {"peerstore.cli", "elastic", "integration.kubernetes.controller", "integration.hyperpod.demo"}
-"""Those that start by their names too, and one that no other command starts."""
+"""Modules that also start by a name, and the demo."""
 
 
 def usage(command: list[str], folder: Path) -> str:

@@ -1,6 +1,6 @@
 """Every command and public entry that needs an extra, in a process that cannot import its package.
 
-The processes fork from an interpreter that has imported torch and nothing of this project.
+They fork from an interpreter that imported torch but no module of this project.
 """
 
 import json
@@ -36,7 +36,7 @@ for line in sys.stdin:
         exec(program, {"__name__": "__main__"})
     break
 """
-"""Fork a process for each line, which has the packages to block, two files for its output, and its command line."""
+"""Each line names the packages to block, two files for the output, and the command line of a process."""
 
 
 def install(package, extra):

@@ -43,7 +43,7 @@ SHORT = {
 """Short chains, one of them for every push; the others and the full chains are nightly."""
 ALL = [(how, backend) for how in CHAINS for backend in ("gloo", nccl_like.NAME)]
 IN_A_PUSH = [("hsdp", nccl_like.NAME)]
-"""The most groups, on the backend with the most rules; other tests of a push recover with DDP and over gloo."""
+"""Other tests of a push recover with DDP and over gloo."""
 IN_A_NIGHT = 12
 """Number of chains that cover all pairs."""
 STEPS = 70

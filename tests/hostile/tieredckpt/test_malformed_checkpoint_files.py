@@ -30,7 +30,7 @@ hostile = pytest.mark.parametrize("file", HOSTILE, ids=lambda path: path.stem)
 
 
 def hostile_by_turns(turn):
-    """Parametrize a test that restores a checkpoint with all files; half of them run only in the nightly run."""
+    """Parametrize a slower test with all files, half of them only in the nightly run."""
     files = [
         pytest.param(file, marks=() if number % 2 == turn or file.name in FUTURE else pytest.mark.nightly)
         for number, file in enumerate(HOSTILE)

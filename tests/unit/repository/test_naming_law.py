@@ -49,7 +49,7 @@ MISPLACED = [
 
 @pytest.fixture(scope="module")
 def packages(tmp_path_factory):
-    """The packages unchanged, with empty benchmark and test files, and more test files that mirror a module."""
+    """The packages unchanged, with empty benchmark and test files, and with more test files."""
     root = tmp_path_factory.mktemp("packages")
     for folder in ("peerstore", "tieredckpt", "elastic", "integration", "benchmarks", "tests"):
         for path in (ROOT / folder).rglob("*.py"):

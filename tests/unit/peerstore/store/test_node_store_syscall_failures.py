@@ -247,7 +247,7 @@ def each_fails(calls, code):
 
 @pytest.mark.parametrize("code", MOSTLY_NIGHTLY)
 def test_failed_syscall_loses_no_data_and_the_retry_succeeds(made, code):
-    """Each call site fails with one of the errors; a push has two of the errors, and their share of the call sites."""
+    """Each call site fails with one of the errors. A push runs two errors with their share of the sites."""
     places = list({(call.what, call.stack[:2]): call for call in made}.values())
     assert len(places) > 100
     each_fails(places[CODES.index(code) :: len(CODES)], code)
