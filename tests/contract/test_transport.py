@@ -21,6 +21,10 @@ from tests.support.channel_pairs import PATIENCE_S, channel_pair, nixl_missing_r
 MIB = 1 << 20
 KINDS = ["memory", "severable", "tcp", "tls", *([] if nixl_missing_reason() else ["nixl"])]
 MORE_THAN_BUFFERS = 64 * MIB
+by_kind_of_large_messages = pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=pytest.mark.nightly if kind == "severable" else ()) for kind in KINDS]
+)
+"""Without partitions, ``severable`` sends as ``memory`` does."""
 
 
 def open_files():
@@ -99,6 +103,7 @@ def test_message_arrives_as_sent(channel_ends, header, size):
     sent.result(PATIENCE_S)
 
 
+@by_kind_of_large_messages
 def test_a_hundred_mebibytes_arrive_as_they_were_sent(channel_ends):
     near, far = channel_ends.connected_ends()
     data = pseudo_random_bytes(100 * MIB + 17)
@@ -204,6 +209,7 @@ def test_messages_keep_their_order(channel_ends):
     sent.result(PATIENCE_S)
 
 
+@by_kind_of_large_messages
 def test_both_sides_send_large_messages_at_the_same_time(channel_ends):
     near, far = channel_ends.connected_ends()
 
