@@ -107,5 +107,16 @@ def opener(kind: Kind, request: pytest.FixtureRequest, tmp_path: Path) -> Opener
 
 
 class TestObjectStore(ObjectStoreContract):
+    @pytest.mark.parametrize(
+        "kind",
+        [
+            pytest.param(kind, id=name, marks=pytest.mark.nightly if name == "s3-moto" else ())
+            for name, kind in KINDS.items()
+        ],
+    )
+    def test_list_has_more_than_one_page(self, store: RetryingStore):
+        """In a push, each client lists the pages of one S3 server."""
+        super().test_list_has_more_than_one_page(store)
+
     def test_capabilities_match_the_observed_behavior(self, store: RetryingStore, kind: Kind):
         assert store.capabilities() == StoreCapabilities(kind.conditional_put, kind.resumable_upload)

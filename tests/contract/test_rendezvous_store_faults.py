@@ -415,7 +415,7 @@ def test_ended_cleanup_closes_no_later_connections(servers):
     assert after
 
 
-@pytest.mark.parametrize("ends", [True, False])
+@pytest.mark.parametrize("ends", [pytest.param(True, marks=pytest.mark.nightly), False])
 def test_process_exits_cleanly_during_a_cleanup(servers, ends):
     """A thread inside torch's C++ code at interpreter exit aborts the process."""
     client = dist.TCPStore(servers[0].host, servers[0].port, is_master=False, wait_for_workers=False, timeout=_LONG)

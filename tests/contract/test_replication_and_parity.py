@@ -54,7 +54,9 @@ def test_saved_version_is_replicated_on_every_node(nodes):
         assert node.job_peers.replicator.last_errors(record.key) == ""
 
 
-@pytest.mark.parametrize("lost", NAMES)
+@pytest.mark.parametrize(
+    "lost", [pytest.param(name, marks=() if name in ("n0", "n16") else pytest.mark.nightly) for name in NAMES]
+)
 def test_any_single_node_may_be_lost(nodes, lost):
     records = save_everywhere(nodes, 1)
     wait_until(lambda: nodes.is_replicated(1))
@@ -144,7 +146,7 @@ def test_full_node_blocks_no_other(mode):
         assert "n16" not in short
 
 
-@pytest.mark.parametrize("empty", ["n0", "n16"])
+@pytest.mark.parametrize("empty", ["n0", pytest.param("n16", marks=pytest.mark.nightly)])
 def test_empty_node_that_rejoins_at_once_gets_its_data_back(mode, empty):
     with store_nodes(SETTINGS[mode], *NAMES, membership=PATIENT) as nodes:
         records = save_everywhere(nodes, 1)
@@ -162,7 +164,7 @@ def test_empty_node_that_rejoins_at_once_gets_its_data_back(mode, empty):
         assert_readable(nodes, records)
 
 
-@pytest.mark.parametrize("lost", ["n0", "n8"])
+@pytest.mark.parametrize("lost", ["n0", pytest.param("n8", marks=pytest.mark.nightly)])
 def test_restarted_agent_continues_with_its_shards(nodes, lost):
     records = save_everywhere(nodes, 1)
     wait_until(lambda: nodes.is_replicated(1))

@@ -21,6 +21,10 @@ from tests.support.channel_pairs import PATIENCE_S, channel_pair, nixl_missing_r
 MIB = 1 << 20
 KINDS = ["memory", "severable", "tcp", "tls", *([] if nixl_missing_reason() else ["nixl"])]
 MORE_THAN_BUFFERS = 64 * MIB
+by_kind_of_large_messages = pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=pytest.mark.nightly if kind == "severable" else ()) for kind in KINDS]
+)
+"""Without partitions, ``severable`` sends as ``memory`` does."""
 
 
 def open_files():
@@ -81,8 +85,16 @@ def test_nixl_is_covered():
 # -- what is sent arrives ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("size", [0, 1, 17, 256 << 10, 5 * MIB + 3])
-@pytest.mark.parametrize("header", [b"", b"h", b"\0" * 70_000], ids=["none", "short", "long"])
+HEADERS = {"none": b"", "short": b"h", "long": b"\0" * 70_000}
+MESSAGES = [
+    pytest.param(header, size, id=f"{name}-{size}", marks=() if (row + column) % 2 == 0 else pytest.mark.nightly)
+    for row, (name, header) in enumerate(HEADERS.items())
+    for column, size in enumerate([0, 1, 17, 256 << 10, 5 * MIB + 3])
+]
+"""Every header with every size; each header and each size runs on every push."""
+
+
+@pytest.mark.parametrize(("header", "size"), MESSAGES)
 def test_message_arrives_as_sent(channel_ends, header, size):
     near, far = channel_ends.connected_ends()
     data = pseudo_random_bytes(size)
@@ -91,6 +103,7 @@ def test_message_arrives_as_sent(channel_ends, header, size):
     sent.result(PATIENCE_S)
 
 
+@by_kind_of_large_messages
 def test_a_hundred_mebibytes_arrive_as_they_were_sent(channel_ends):
     near, far = channel_ends.connected_ends()
     data = pseudo_random_bytes(100 * MIB + 17)
@@ -196,6 +209,7 @@ def test_messages_keep_their_order(channel_ends):
     sent.result(PATIENCE_S)
 
 
+@by_kind_of_large_messages
 def test_both_sides_send_large_messages_at_the_same_time(channel_ends):
     near, far = channel_ends.connected_ends()
 

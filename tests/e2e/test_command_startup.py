@@ -27,6 +27,8 @@ MODULES = [
     "integration.kubernetes.controller",
 ]  # fmt: skip
 """Modules that other commands of the project start, or that the documentation starts."""
+OF_THE_NIGHT = {"peerstore.cli", "elastic", "integration.kubernetes.controller", "integration.hyperpod.demo"}
+"""Modules that also start by a name, and the demo."""
 
 
 def usage(command: list[str], folder: Path) -> str:
@@ -41,7 +43,9 @@ def test_command_starts_by_its_name(name: str, tmp_path: Path) -> None:
     assert f"usage: {name}" in usage([str(Path(sys.executable).with_name(name))], tmp_path)
 
 
-@pytest.mark.parametrize("name", MODULES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.nightly if name in OF_THE_NIGHT else ()) for name in MODULES]
+)
 def test_command_starts_by_its_module(name: str, tmp_path: Path) -> None:
     if name == "integration.hyperpod.hyperpodrun":
         pytest.importorskip("hyperpod_elastic_agent")

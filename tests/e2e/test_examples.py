@@ -53,7 +53,7 @@ def test_ray_example_resumes_after_a_killed_worker(agent_dir, monkeypatch):
     assert "restored step 5 from its checkpoint" in lines
 
 
-@pytest.mark.parametrize("second", [1, 3])
+@pytest.mark.parametrize("second", [3, pytest.param(1, marks=pytest.mark.nightly)])
 def test_fsdp2_example_resumes_at_another_world_size(agent_dir, second):
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
     assert "found nothing saved yet; now steps up to 4" in run(*launch, "2", EXAMPLES / "fsdp2.py")

@@ -13,7 +13,7 @@ import pytest
 
 from tests.simulation.schedule import schedule_of
 
-IN_A_TEST_RUN = 200
+IN_A_TEST_RUN = 104
 """Schedules of a normal test run, one in eight with parities. ``make nightly`` runs many more."""
 AT_ONCE = 2
 

@@ -26,7 +26,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
+import pytest
+
 CODES = (errno.EMFILE, errno.EIO, errno.ENOSPC, errno.ENOMEM, errno.EINTR)
+_IN_A_PUSH = {errno.EIO, errno.ENOSPC}
+MOSTLY_NIGHTLY = [
+    pytest.param(code, marks=() if code in _IN_A_PUSH else pytest.mark.nightly, id=errno.errorcode[code])
+    for code in CODES
+]
+"""All codes as parameters of a test; two of them run on every push."""
 _ROOT = Path(__file__).parents[2]
 _NO_SYSTEM_CALL = frozenset(
     "fspath getpid getppid getuid geteuid getgid getegid cpu_count strerror umask urandom _exit kill "  # noqa: SIM905 - short words
@@ -131,7 +139,7 @@ class CallRecorder:
         while frame is not None and len(stack) < _DEPTH:
             file = frame.f_code.co_filename
             if file.startswith(self._packages):
-                stack.append(f"{Path(file).name}:{frame.f_lineno}")
+                stack.append(f"{file.rpartition(os.sep)[2]}:{frame.f_lineno}")
             elif file.startswith(self._others) and file != __file__:
                 break
             frame = frame.f_back

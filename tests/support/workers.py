@@ -50,6 +50,7 @@ _TIMED_LAST = 3
 _BUSY, _ROOM = 0.97, 0.85
 _LOOK_S = 1.0
 _GUESSED_S = {
+    "tests/e2e/cli/test_optional_imports": 20.0,
     "tests/e2e/control/test_elastic_run_random_faults": 8.0,
     "tests/e2e/control/test_elastic_run_store_and_agents": 20.0,
     "tests/e2e/control/test_leader_node_lost": 30.0,
@@ -76,6 +77,8 @@ _GUESSED_S = {
     "tests/unit/elastic/supervisor/test_memory_tier_resumable_steps": 20.0,
     "tests/unit/elastic/workers/test_store_control_plane": 20.0,
     "tests/unit/peerstore/membership/test_swim_network": 15.0,
+    "tests/unit/peerstore/store/test_node_store_syscall_failures": 15.0,
+    "tests/unit/repository/test_naming_law": 8.0,
     "tests/unit/tieredckpt/agent/test_drain_listing": 15.0,
     "tests/e2e": 4.0,
     "tests/hostile": 4.0,

@@ -9,7 +9,7 @@ import pytest
 from elastic.world.world_state import WorldPhase
 from tests.worlds.schedules import KINDS, find_violation, run, schedule_of, shrink_finding
 
-IN_A_TEST_RUN = 2_000
+IN_A_TEST_RUN = 1_000
 """Schedules of a normal test run. ``make nightly`` runs many more."""
 
 

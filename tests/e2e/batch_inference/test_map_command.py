@@ -230,7 +230,7 @@ def test_late_worker_does_not_replace_a_finished_chunk_of_a_running_job(map_job)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.nightly) for seed in (1, 2))])
 def test_nodes_that_come_and_go_write_each_input_once(map_job, seed):
     """Workers are killed, suspended beyond their lease and continued; nodes are killed and started."""
     rng = random.Random(seed)

@@ -1,9 +1,13 @@
-"""Every command and public entry that needs an extra, in a process that cannot import its package."""
+"""Every command and public entry that needs an extra, in a process that cannot import its package.
+
+They fork from an interpreter that imported torch but no module of this project.
+"""
 
 import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -11,11 +15,28 @@ import pytest
 pytestmark = [pytest.mark.e2e, pytest.mark.fresh_starts]
 
 CONFIG = '{"model_type": "gpt2", "n_embd": 8, "n_layer": 1, "n_head": 1, "vocab_size": 16}'
-BLOCK = """
-import os, sys
+FORK = """
+import os, runpy, sys
+import torch
 
-sys.modules.update(dict.fromkeys(os.environ["BLOCKED_PACKAGES"].split()))
+assert not any(name.partition(".")[0] in ("tieredckpt", "peerstore", "elastic", "integration") for name in sys.modules)
+for line in sys.stdin:
+    packages, out, err, *words = eval(line)
+    if pid := os.fork():
+        print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
+        continue
+    for number, path in enumerate((os.devnull, out, err)):
+        os.dup2(os.open(path, os.O_RDWR | os.O_CREAT), number)
+    sys.modules.update(dict.fromkeys(packages.split()))
+    kind, program, *sys.argv[1:] = words
+    sys.argv[0] = program if kind == "-m" else kind
+    if kind == "-m":
+        runpy.run_module(program, run_name="__main__", alter_sys=True)
+    else:
+        exec(program, {"__name__": "__main__"})
+    break
 """
+"""Each line names the packages to block, two files for the output, and the command line of a process."""
 
 
 def install(package, extra):
@@ -38,28 +59,25 @@ AGENT = install("hyperpod_elastic_agent", "--no-deps hyperpod-elastic-agent")
 AGENT_SERVER = install("fastapi", 'fastapi==0.131.0 "uvicorn[standard]" psutil')
 
 
-@pytest.fixture
-def run_without(tmp_path):
+@pytest.fixture(scope="module")
+def run_without(tmp_path_factory):
     """Return a function that runs ``python WORDS`` without some packages and returns the result."""
-    (tmp_path / "blocked").mkdir()
-    (tmp_path / "blocked" / "sitecustomize.py").write_text(BLOCK)
-    (tmp_path / "config.json").write_text(CONFIG)
-    (tmp_path / "data.jsonl").write_text('{"input_ids": [1, 2, 3]}\n')
-    root = Path(__file__).parents[3]
+    folder = tmp_path_factory.mktemp("without")
+    (folder / "config.json").write_text(CONFIG)
+    (folder / "data.jsonl").write_text('{"input_ids": [1, 2, 3]}\n')
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("TIEREDCKPT_")}
+    environ |= {"PYTHONPATH": str(Path(__file__).parents[3]), "ELASTIC_SECRET": "s" * 32}
+    streams = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-c", FORK], cwd=folder, env=environ, **streams) as forking:
 
-    def run(packages, *words):
-        environ = {name: value for name, value in os.environ.items() if not name.startswith("TIEREDCKPT_")}
-        environ |= {
-            "PYTHONPATH": f"{tmp_path / 'blocked'}:{root}",
-            "BLOCKED_PACKAGES": packages,
-            "ELASTIC_SECRET": "s" * 32,
-        }
-        done = subprocess.run(
-            [sys.executable, *words], cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=120
-        )
-        return done.returncode, done.stdout, done.stderr
+        def run(packages, *words):
+            out, err = (folder / f"{name}-{time.monotonic_ns()}" for name in ("out", "err"))
+            print([packages, str(out), str(err), *words], file=forking.stdin, flush=True)
+            return int(forking.stdout.readline()), out.read_text(), err.read_text()
 
-    return run
+        yield run
+        forking.stdin.close()
+    assert forking.returncode == 0
 
 
 @pytest.mark.parametrize(

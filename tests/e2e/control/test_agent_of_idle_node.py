@@ -66,7 +66,13 @@ def test_existing_agent_survives_a_second_supervisor():
         wait_process_ended(pid)
 
 
-@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGSTOP], ids=["it dies", "it hangs"])
+@pytest.mark.parametrize(
+    "end",
+    [
+        pytest.param(signal.SIGKILL, id="it dies", marks=pytest.mark.nightly),
+        pytest.param(signal.SIGSTOP, id="it hangs"),
+    ],
+)
 def test_unused_agent_is_replaced(end):
     with started() as (agent, pid):
         os.kill(pid, end)

@@ -95,7 +95,7 @@ def test_error_at_the_same_step_ends_the_job_when_it_repeats(job: ElasticRun) ->
     assert command.startswith("command: elastic run ")
 
 
-@pytest.mark.parametrize("ending", ["", "import nowhere_to_be_found"])
+@pytest.mark.parametrize("ending", [pytest.param("", marks=pytest.mark.nightly), "import nowhere_to_be_found"])
 def test_script_that_never_joins_runs_once_per_rank(job: ElasticRun, ending: str) -> None:
     script = job.folder / "p.py"
     script.write_text(f"open({str(job.folder / 'runs')!r}, 'a').write('run\\n')\n{ending}\n")

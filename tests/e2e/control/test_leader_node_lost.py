@@ -90,6 +90,7 @@ def test_another_machine_takes_over_from_a_lost_leader(job: ElasticRun) -> None:
     assert (record.holder, record.over) == ("", "finished")
 
 
+@pytest.mark.nightly
 def test_killed_coordinator_is_replaced_within_the_same_world(job: ElasticRun) -> None:
     all_of_them = machines(job, "--nnodes", "2")
     all_of_them.start("m1", "m2")

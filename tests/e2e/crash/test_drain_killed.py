@@ -29,7 +29,7 @@ def settings_through(proxy, server, **changes):
 
 
 def kill_points(point, in_a_push):
-    """Return parameters for the first and the second pass of each point, one of them nightly."""
+    """Return parameters for the first and the second pass of each point, at most one of them in a push."""
     return [
         pytest.param(point, count, marks=() if count == in_a_push else pytest.mark.nightly, id=f"{point}-{count}")
         for count in (1, 2)
@@ -39,11 +39,11 @@ def kill_points(point, in_a_push):
 @pytest.mark.parametrize(
     ("point", "count"),
     [
-        *kill_points("drain.began", 1),
+        *kill_points("drain.began", None),
         *kill_points("drain.uploaded", 2),
         *kill_points("drain.indexed", 1),
         *kill_points("drain.noted", 2),
-        *kill_points("drain.complete", 1),
+        *kill_points("drain.complete", None),
         *kill_points("drain.committed", 2),
     ],
 )

@@ -100,7 +100,7 @@ def check_resumed(first, second, undisturbed):
     assert losses_by_step(second.lines) == {step: reference[step] for step in range(restored + 1, STEPS)}
 
 
-@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("count", [pytest.param(1, marks=pytest.mark.nightly), 3])
 @pytest.mark.parametrize("point", ["stage.leased", "stage.half", "stage.filled", "seal.written", "seal.asked"])
 def test_trainer_killed_during_a_save_resumes(agent_dir, zygote, reference_run, point, count):
     first = zygote.run(train, environ=crash_environ(f"{point}:{count}"))

@@ -37,7 +37,15 @@ def load_into_fresh(kind, **how):
     return full_state(get_state(model, optimizer)), reader.report.bytes_by_tier
 
 
-@pytest.mark.parametrize("kind", ["ddp", "fsdp", pytest.param("hsdp", marks=replicas_on_gloo), "tp", "2d"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "ddp",
+        pytest.param("hsdp", marks=replicas_on_gloo),
+        "2d",
+        *(pytest.param(kind, marks=pytest.mark.nightly) for kind in ("fsdp", "tp")),
+    ],
+)
 def test_round_trip(agent_dir, ranks, kind):
     saved = ranks.run(4, save_trained, kind, 3)
     loaded = ranks.run(4, load_into_fresh, kind)
@@ -117,7 +125,7 @@ def save_many(kind, how):
 
 
 @pytest.mark.parametrize("how", ["cached", pytest.param("no collectives", marks=without_collectives)])
-@pytest.mark.parametrize("kind", ["fsdp", "ddp"])
+@pytest.mark.parametrize("kind", ["fsdp", pytest.param("ddp", marks=pytest.mark.nightly)])
 def test_saves_with_cached_plans_or_without_collectives_round_trip(agent_dir, ranks, kind, how):
     saved = ranks.run(2, save_many, kind, how)
     for found, _ in ranks.run(2, load_into_fresh, kind):
@@ -160,7 +168,7 @@ def _distributed_like(state, values):
     ("way", "kind"),
     [
         ("THREAD", "fsdp"),
-        ("THREAD", "ddp"),
+        pytest.param("THREAD", "ddp", marks=pytest.mark.nightly),
         ("PROCESS", "fsdp"),
         pytest.param("PROCESS", "ddp", marks=pytest.mark.nightly),
     ],

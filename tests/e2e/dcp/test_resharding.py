@@ -247,13 +247,18 @@ def load_on_ranks(kind):
     ("before", "saved", "after", "loaded"),
     [
         (1, "copies", 4, "rows"),
-        (2, "rows", 3, "columns"),
         (3, "columns", 2, "rows"),
-        (4, "hsdp", 3, "rows"),
         (4, "grid", 2, "columns"),
-        (2, "columns", 4, "grid"),
         (4, "grid", 4, "hsdp"),
-        (8, "rows", 3, "columns"),
+        *(
+            pytest.param(*each, marks=pytest.mark.nightly)
+            for each in (
+                (2, "rows", 3, "columns"),
+                (4, "hsdp", 3, "rows"),
+                (2, "columns", 4, "grid"),
+                (8, "rows", 3, "columns"),
+            )
+        ),
     ],
 )
 def test_real_ranks_load_another_sharding(agent_dir, ranks, before, saved, after, loaded):

@@ -650,12 +650,12 @@ def load_sharded(kind, breaks=None):
 @pytest.mark.parametrize(
     ("kind", "before", "other", "after"),
     [
-        ("fsdp", 2, "fsdp", 3),
+        pytest.param("fsdp", 2, "fsdp", 3, marks=pytest.mark.nightly),
         pytest.param("hsdp", 4, "fsdp", 3, marks=replicas_on_gloo),
-        ("tp", 2, "fsdp", 3),
-        ("fsdp", 3, "tp", 2),
+        pytest.param("tp", 2, "fsdp", 3, marks=pytest.mark.nightly),
+        pytest.param("fsdp", 3, "tp", 2, marks=pytest.mark.nightly),
         ("2d", 4, "fsdp", 2),
-        ("ddp", 2, "fsdp", 2),
+        pytest.param("ddp", 2, "fsdp", 2, marks=pytest.mark.nightly),
     ],
 )
 def test_proof_is_the_same_in_another_sharding(agent_dir, ranks, kind, before, other, after):
@@ -710,8 +710,22 @@ class Spoils:
             flip(self.tensor._local_tensor, at=self.tensor._local_tensor.nbytes // 2)
 
 
-@pytest.mark.parametrize("rows", [[Shard(0)], [Shard(1)]])
-@pytest.mark.parametrize("columns", [[Shard(0)], [Shard(1)], [Replicate()]])
+@pytest.mark.parametrize(
+    ("columns", "rows"),
+    [
+        ([Shard(1)], [Shard(0)]),
+        ([Replicate()], [Shard(1)]),
+        *(
+            pytest.param(*each, marks=pytest.mark.nightly)
+            for each in (
+                ([Shard(0)], [Shard(0)]),
+                ([Shard(0)], [Shard(1)]),
+                ([Shard(1)], [Shard(1)]),
+                ([Replicate()], [Shard(0)]),
+            )
+        ),
+    ],
+)
 def test_every_partition_of_a_tensor_is_compared_completely(agent_dir, ranks, rows, columns):
     ranks.run(2, save_grid, rows)
     for compared, held in ranks.run(3, load_grid, columns, None):

@@ -81,7 +81,7 @@ def load(nodes, url, planner, **how):
 
 
 @pytest.mark.parametrize("planner", PLANNERS)
-@pytest.mark.parametrize("order", [1, -1])
+@pytest.mark.parametrize("order", [pytest.param(1, marks=pytest.mark.nightly), -1])
 def test_ranks_that_would_choose_different_steps_read_the_same(places, ranks, planner, order):
     nodes, url = places
     assert ranks.run(2, load, nodes[::order], url, planner) == [(0.0, 0)] * 2

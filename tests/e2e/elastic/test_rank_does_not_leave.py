@@ -90,7 +90,9 @@ STAGES = {
 }
 
 
-@pytest.mark.parametrize("how", STAGES)
+@pytest.mark.parametrize(
+    "how", [pytest.param(how, marks=pytest.mark.nightly if how in ("sleep", "join") else ()) for how in STAGES]
+)
 def test_rank_that_does_not_leave_is_ended_with_its_stacks(job, how):
     output = run(job, how, "--abort-timeout", "3")
     assert re.search(rf"rank 1 did not leave epoch 0 within 3 s \({STAGES[how]}; trainer.py:\d+ in stuck\)", output), (

@@ -134,8 +134,14 @@ def source(request, durable, plain, tmp_path):
     return f"{durable.url}/m/step-4" if request.param == "durable" else f"{tmp_path}/durable/m"
 
 
-@pytest.mark.parametrize("source", SOURCES, indirect=True)
-@pytest.mark.parametrize("ranks", [1, 3, 8])
+INTO_A_FOLDER = [
+    pytest.param(source, ranks, marks=() if ranks == 3 or source == "plain" else pytest.mark.nightly)
+    for source in SOURCES
+    for ranks in (1, 3, 8)
+]
+
+
+@pytest.mark.parametrize(("source", "ranks"), INTO_A_FOLDER, indirect=["source"])
 def test_into_a_plain_folder(run, source, tmp_path, ranks):
     said = run(source, tmp_path / "out", "--ranks", ranks, "--json")
     assert (said.code, said.err) == (0, "")

@@ -154,7 +154,7 @@ def test_next_run_starts_on_a_node_that_has_the_newest_step(training_run, refere
     assert_each_sample_once(moved)
 
 
-@pytest.mark.parametrize("durable", ["durable", ""])
+@pytest.mark.parametrize("durable", ["durable", pytest.param("", marks=pytest.mark.nightly)])
 def test_finished_job_frees_durable_steps_on_a_node_that_was_in_no_world(training_run, durable) -> None:
     job = prepare("freed", training_run)
     if durable:

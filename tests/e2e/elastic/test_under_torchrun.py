@@ -85,7 +85,9 @@ def test_example_runs_unchanged_and_resumes_bitwise(agent_dir, zygote, port):
     assert {**first, **then} == alone
 
 
-@pytest.mark.parametrize("kind", ["fsdp", "ddp", "plain"])
+@pytest.mark.parametrize(
+    "kind", ["fsdp", *(pytest.param(kind, marks=pytest.mark.nightly) for kind in ("ddp", "plain"))]
+)
 def test_loop_with_idle_ranks_trains_like_one_rank(agent_dir, zygote, port, kind):
     """Three ranks share two microbatches, so one rank is idle in every step."""
     three = [one.wait() for one in start_ranks(zygote, 3, port, train_with_loop, kind, "three")]

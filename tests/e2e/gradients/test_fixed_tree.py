@@ -21,7 +21,7 @@ class Extent(NamedTuple):
     resized: tuple[int, ...]
 
 
-FEW = Extent((1, 2, 3, 4), (4,), (4, 3, 1, 2))
+FEW = Extent((1, 3, 4), (4,), (4, 3, 1, 3))
 ALL = Extent((1, 2, 3, 4, 6, 8), (4, 6), (8, 3, 1, 6))
 
 

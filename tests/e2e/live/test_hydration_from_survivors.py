@@ -78,9 +78,9 @@ def worlds(ends, epoch):
 @pytest.mark.parametrize(
     ("size", "kind", "optimizer", "at", "expected"),
     [
-        (2, "ddp", "adamw", "8 forward", "7 live 0 live"),
+        pytest.param(2, "ddp", "adamw", "8 forward", "7 live 0 live", marks=pytest.mark.nightly),
         (2, "ddp", "fused", "8 optimizer", "8 live 0 live"),
-        (2, "norm", "sgd", "8 forward", "7 live 0 live"),
+        pytest.param(2, "norm", "sgd", "8 forward", "7 live 0 live", marks=pytest.mark.nightly),
         (4, "hsdp", "adamw", "8 backward", "7 live 0 live"),
         (2, "fsdp", "adamw", "8 forward", "5 snapshot 2 snapshot"),
     ],

@@ -59,7 +59,13 @@ def end_other_agent(job, end):
     assert watch_threads() == [], "a closed checkpointer leaves no watch thread"
 
 
-@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGSTOP], ids=["it dies", "it hangs"])
+@pytest.mark.parametrize(
+    "end",
+    [
+        pytest.param(signal.SIGKILL, id="it dies", marks=pytest.mark.nightly),
+        pytest.param(signal.SIGSTOP, id="it hangs"),
+    ],
+)
 def test_dead_unused_agent_is_replaced_during_training(ranks, end):
     with make_cluster(ranks, "n1", "n2", labels=lambda name: f"rack=r{name[1:]}") as cluster:
         cluster.run(["n1", "n2"], end_other_agent, end)

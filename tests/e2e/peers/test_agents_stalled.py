@@ -25,7 +25,13 @@ def metric(host, name):
     return [float(line.rpartition(" ")[2]) for line in lines if line.startswith(f"tieredckpt_{name}")]
 
 
-@pytest.mark.parametrize("names", [NAMES[:2], NAMES], ids=["no other partner", "another partner"])
+@pytest.mark.parametrize(
+    "names",
+    [
+        pytest.param(NAMES[:2], id="no other partner", marks=pytest.mark.nightly),
+        pytest.param(NAMES, id="another partner"),
+    ],
+)
 def test_frozen_partner_is_reported_missing_replaced_and_readmitted(names):
     (partner,) = place_replicas([PeerNode(validate_node_id(name), "") for name in names], copies=2).partners[
         validate_node_id("n1")
@@ -53,7 +59,13 @@ def test_frozen_partner_is_reported_missing_replaced_and_readmitted(names):
             assert (found.copies, found.missing_copies, found.is_replicated) == (2, 0, True)
 
 
-@pytest.mark.parametrize("size", [3 * MIB + 17, 64 * MIB + 5], ids=["one piece", "many pieces"])
+@pytest.mark.parametrize(
+    "size",
+    [
+        pytest.param(3 * MIB + 17, id="one piece", marks=pytest.mark.nightly),
+        pytest.param(64 * MIB + 5, id="many pieces"),
+    ],
+)
 def test_trickling_source_costs_only_its_share(size):
     with agent_job("n1", "n2") as job, contextlib.ExitStack() as undo:
         (large,) = job.save(1, "n1", parts=1, size_bytes=size)

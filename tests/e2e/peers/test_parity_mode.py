@@ -32,7 +32,7 @@ def kept(host, job):
         node.close()
 
 
-@pytest.mark.parametrize("lost", ["n1", "n3"])
+@pytest.mark.parametrize("lost", [pytest.param("n1", marks=pytest.mark.nightly), "n3"])
 def test_lost_node_is_rebuilt_from_parity_without_storage(four, lost):
     said = four.run(NAMES, save, [5, 6, 7], environ=PARITY)
     assert said == ["parity over 4 nodes"] * 4

@@ -44,7 +44,7 @@ def test_steps_of_a_single_rank_survive_its_node(ranks):
         assert cluster.run(["n2"], save, [9], 1) == ["1 copy"]
 
 
-@pytest.mark.parametrize("left", ["n1", "n2"])
+@pytest.mark.parametrize("left", [pytest.param("n1", marks=pytest.mark.nightly), "n2"])
 def test_only_remaining_node_saves_in_any_name_order(ranks, left):
     (lost,) = {"n1", "n2"} - {left}
     with make_cluster(ranks, "n1", "n2", labels=lambda name: f"rack=r{name[1:]}") as cluster:

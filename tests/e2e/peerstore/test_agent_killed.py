@@ -99,7 +99,15 @@ def assert_usable(client):
     assert client.status().jobs[0].newest_committed == 92
 
 
-@pytest.mark.parametrize(("point", "count"), [(point, count) for point, counts in WORKING.items() for count in counts])
+KILLS = [
+    pytest.param(point, count, marks=() if turn == row % len(counts) else pytest.mark.nightly)
+    for row, (point, counts) in enumerate(WORKING.items())
+    for turn, count in enumerate(counts)
+]
+"""Every crash point at each of its counts; each point runs at one count on every push."""
+
+
+@pytest.mark.parametrize(("point", "count"), KILLS)
 def test_agent_killed_during_work(directory, point, count):
     sealed = []
     with store_agent(directory, *BUDGET, crash_at=f"{point}:{count}") as agent:

@@ -1,11 +1,12 @@
 """fsspec's own abstract tests and the cases that they lack, on ``tiered://``.
 
-A push copies each edge case of a glob; a nightly run also gets and puts it.
+A push copies a quarter of the edge cases of a glob; a nightly run copies, gets and puts each of them.
 """
 
 import fsspec
 import fsspec.tests.abstract as abstract
 import pytest
+from fsspec.tests.abstract.common import GLOB_EDGE_CASES_TESTS
 
 from tests.support.agents import agent_directory, module_agent
 from tests.support.jobs import CheckpointJob
@@ -33,7 +34,19 @@ class _Fixtures(abstract.AbstractFixtures):
 
 
 class TestCopy(abstract.AbstractCopyTests, _Fixtures):
-    pass
+    @pytest.mark.parametrize(
+        GLOB_EDGE_CASES_TESTS["argnames"],
+        [
+            pytest.param(*values, marks=() if number % 4 == 3 else pytest.mark.nightly)
+            for number, values in enumerate(GLOB_EDGE_CASES_TESTS["argvalues"])
+        ],
+    )
+    def test_copy_glob_edge_cases(
+        self, path, recursive, maxdepth, expected, fs, fs_join, fs_glob_edge_cases_files, fs_target, fs_sanitize_path
+    ):
+        super().test_copy_glob_edge_cases(
+            path, recursive, maxdepth, expected, fs, fs_join, fs_glob_edge_cases_files, fs_target, fs_sanitize_path
+        )
 
 
 class TestGet(abstract.AbstractGetTests, _Fixtures):

@@ -112,7 +112,7 @@ def test_working_directory_is_not_imported_from(job, tmp_path):
     command.parent.mkdir()
     command.write_text("import sys\nfrom elastic.cli import main\nsys.exit(main(sys.argv[1:]))\n")  # as it is installed
     job.environ["TIEREDCKPT_AGENT_DIRECTORY"] = str(tmp_path / "agent")
-    words = ["run", "--nproc", "2", "--log-dir", str(tmp_path / "logs"), str(script), str(job.folder)]
+    words = ["run", "--nproc", "1", "--log-dir", str(tmp_path / "logs"), str(script), str(job.folder)]
     with (tmp_path / "output").open("wb") as out:
         run = subprocess.Popen(
             [sys.executable, str(command), *words], cwd=job.folder, env=job.environ, stdout=out, stderr=out

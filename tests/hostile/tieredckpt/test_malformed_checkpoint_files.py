@@ -29,6 +29,15 @@ GROUP = VersionId(1, STEP, 0, "abc")
 hostile = pytest.mark.parametrize("file", HOSTILE, ids=lambda path: path.stem)
 
 
+def hostile_by_turns(turn):
+    """Parametrize a slower test with all files, half of them only in the nightly run."""
+    files = [
+        pytest.param(file, marks=() if number % 2 == turn or file.name in FUTURE else pytest.mark.nightly)
+        for number, file in enumerate(HOSTILE)
+    ]
+    return pytest.mark.parametrize("file", files, ids=lambda path: path.stem)
+
+
 @pytest.fixture
 def limited_memory():
     """Limit the address space, so that allocating the 2 GiB that a file claims fails.
@@ -79,7 +88,7 @@ def test_malformed_manifest_is_refused_as_an_index(file, limited_memory):
         decode_shard_file(file.read_bytes())
 
 
-@hostile
+@hostile_by_turns(0)
 def test_malformed_step_falls_back_to_the_older_one(file, good_step, tmp_path, limited_memory):
     """Only a newer format ends the load: an older step may not be what the user of a newer release wants."""
     root = Path(shutil.copytree(good_step, tmp_path / "durable"))
@@ -97,7 +106,7 @@ def test_malformed_step_falls_back_to_the_older_one(file, good_step, tmp_path, l
     assert kept <= {path.relative_to(root) for path in root.rglob("*") if path.is_file()}
 
 
-@hostile
+@hostile_by_turns(1)
 def test_single_malformed_manifest_is_an_error_and_no_fresh_start(file, tmp_path, limited_memory):
     root = tmp_path / "durable"
     path = root / object_keys.manifest_key(JOB, GROUP, None)

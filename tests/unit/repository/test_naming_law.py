@@ -12,24 +12,9 @@ ROOT = Path(__file__).parents[3]
 CHECK = ROOT / ".ci/names.py"
 
 
-def check(directory: Path) -> tuple[int, str]:
-    ran = subprocess.run([sys.executable, str(CHECK)], cwd=directory, capture_output=True, text=True, check=False)
+def check(directory: Path, law: Path = CHECK) -> tuple[int, str]:
+    ran = subprocess.run([sys.executable, str(law)], cwd=directory, capture_output=True, text=True, check=False)
     return ran.returncode, ran.stderr
-
-
-@pytest.fixture
-def packages(tmp_path):
-    """The packages unchanged, with empty benchmark and test files."""
-    for folder in ("peerstore", "tieredckpt", "elastic", "integration", "benchmarks", "tests"):
-        for path in (ROOT / folder).rglob("*.py"):
-            copy = tmp_path / path.relative_to(ROOT)
-            copy.parent.mkdir(parents=True, exist_ok=True)
-            copy.write_bytes(b"" if folder in ("benchmarks", "tests") else path.read_bytes())
-    return tmp_path
-
-
-def test_the_packages_hold_the_law(packages):
-    assert check(packages) == (0, "")
 
 
 BROKEN = [
@@ -48,15 +33,31 @@ BROKEN = [
     ),
     ("integration/hyperpod/elastic_events.py", "", "TWICE lists 'elastic_event_detected', and nothing needs it"),
 ]
+MIRRORING = [
+    "tests/unit/peerstore/store/test_arena_sizes.py",
+    "tests/unit/peerstore/store/test_peerstore_arena.py",
+    "tests/unit/peerstore/store/test_store_threads.py",
+]
+MISPLACED = [
+    "tests/unit/allocator/test_allocator.py",
+    "tests/unit/peerstore/allocator/test_arena_limits.py",
+    "tests/unit/peerstore/store/test_arenas.py",
+    "tests/unit/peerstore/test_arena_places.py",
+    "tests/unit/test_arena_names.py",
+]
 
 
-def test_each_name_that_breaks_the_law_is_reported(packages):
-    """In one run of the check, which reads all files of the packages."""
-    for file, text, _ in BROKEN:
-        (packages / file).write_text(text, encoding="utf-8")
-    code, printed = check(packages)
-    assert code == 1
-    assert [said for _, _, said in BROKEN if said not in printed] == [], printed
+@pytest.fixture(scope="module")
+def packages(tmp_path_factory):
+    """The packages unchanged, with empty benchmark and test files, and with more test files."""
+    root = tmp_path_factory.mktemp("packages")
+    for folder in ("peerstore", "tieredckpt", "elastic", "integration", "benchmarks", "tests"):
+        for path in (ROOT / folder).rglob("*.py"):
+            copy = root / path.relative_to(ROOT)
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            copy.write_bytes(b"" if folder in ("benchmarks", "tests") else path.read_bytes())
+    add_empty(root, MIRRORING)
+    return root
 
 
 def add_empty(root: Path, files: list[str]) -> None:
@@ -65,47 +66,44 @@ def add_empty(root: Path, files: list[str]) -> None:
         (root / file).touch()
 
 
-def test_test_files_that_mirror_a_module_pass(packages):
-    files = [
-        "tests/unit/peerstore/store/test_arena_sizes.py",
-        "tests/unit/peerstore/store/test_peerstore_arena.py",
-        "tests/unit/peerstore/store/test_store_threads.py",
-    ]
-    add_empty(packages, files)
-    assert check(packages) == (0, "")
+@pytest.fixture(scope="module")
+def printed_before(packages):
+    return check(packages)
 
 
-def test_test_files_that_mirror_no_module_are_reported(packages):
-    files = [
-        "tests/unit/allocator/test_allocator.py",
-        "tests/unit/peerstore/allocator/test_arena_limits.py",
-        "tests/unit/peerstore/store/test_arenas.py",
-        "tests/unit/peerstore/test_arena_sizes.py",
-        "tests/unit/test_arena_names.py",
-    ]
-    add_empty(packages, files)
-    code, printed = check(packages)
-    assert (code, printed.splitlines()) == (
-        1,
-        [f"{file}: begin the name with a module of the mirrored folder" for file in files],
-    )
-
-
-def test_duplicate_test_file_names_are_reported(packages):
-    add_empty(packages, ["tests/e2e/test_swim.py"])
-    places = "tests/e2e/test_swim.py, tests/unit/peerstore/membership/test_swim.py"
-    assert check(packages) == (1, f"test_swim.py is the name of 2 test files: {places}\n")
-
-
-def test_exception_that_no_test_needs_is_reported(packages):
+@pytest.fixture(scope="module")
+def printed(packages, printed_before):
+    """Break every rule, and return what one run of the check prints: it reads all files of the packages."""
+    for file, text, _ in BROKEN:
+        (packages / file).write_text(text, encoding="utf-8")
+    add_empty(packages, [*MISPLACED, "tests/e2e/test_swim.py"])
     for path in (packages / "tests/unit/repository").glob("test_*.py"):
         path.unlink()
-    assert check(packages) == (1, "OTHER_TESTS lists 'repository', and nothing needs it\n")
-
-
-def test_exception_that_no_package_needs_is_reported(packages, tmp_path):
-    law = tmp_path / "names.py"
+    law = packages / "names.py"
     text = CHECK.read_text(encoding="utf-8")
     law.write_text(text.replace("str] = {}", 'str] = {"elastic/errors.py": "a reason"}'), encoding="utf-8")
-    ran = subprocess.run([sys.executable, str(law)], cwd=packages, capture_output=True, text=True, check=False)
-    assert (ran.returncode, ran.stderr) == (1, "PLATFORM lists 'elastic/errors.py', and nothing needs it\n")
+    code, lines = check(packages, law)
+    assert code == 1
+    return lines
+
+
+def test_the_packages_and_test_files_that_mirror_a_module_hold_the_law(printed_before):
+    assert printed_before == (0, "")
+
+
+def test_each_name_that_breaks_the_law_is_reported(printed):
+    assert [said for _, _, said in BROKEN if said not in printed] == [], printed
+
+
+def test_test_files_that_break_the_law_are_reported(printed):
+    """They mirror no module, or have the name of another file; no others are reported."""
+    places = "tests/e2e/test_swim.py, tests/unit/peerstore/membership/test_swim.py"
+    assert [line for line in printed.splitlines() if "test_" in line] == [
+        *(f"{file}: begin the name with a module of the mirrored folder" for file in MISPLACED),
+        f"test_swim.py is the name of 2 test files: {places}",
+    ]
+
+
+def test_exception_that_nothing_needs_is_reported(printed):
+    assert "OTHER_TESTS lists 'repository', and nothing needs it" in printed.splitlines()
+    assert "PLATFORM lists 'elastic/errors.py', and nothing needs it" in printed.splitlines()

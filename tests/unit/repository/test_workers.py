@@ -111,7 +111,7 @@ def run_in(folder, *options):
         [sys.executable, "-m", "pytest", "-c", os.devnull, "--rootdir", str(folder), "-p", "tests.support.workers",
          "-p", "no:cacheprovider", "-rA", *options, str(folder)],
         capture_output=True, text=True, timeout=120, cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])},
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[3]), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
     )  # fmt: skip
 
 

@@ -62,7 +62,7 @@ def test_sigterm_on_one_rank_stops_all_ranks_at_the_same_step(agent_dir, lightni
         assert after.result == whole.result
 
 
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.nightly), 1])
 def test_rank_killed_during_a_save_leaves_the_step_before(agent_dir, lightning_zygote, references, tmp_path, victim):
     sharded = partial(as_rank, strategy="sharded")
     killed = {victim: crash_environ("stage.half:3")}
@@ -81,7 +81,7 @@ def test_rank_killed_during_a_save_leaves_the_step_before(agent_dir, lightning_z
         assert after.result == whole.result
 
 
-@pytest.mark.parametrize(("kind", "ranks"), [("plugin", 1), ("sharded", 1)])
+@pytest.mark.parametrize(("kind", "ranks"), [pytest.param("plugin", 1, marks=pytest.mark.nightly), ("sharded", 1)])
 def test_other_number_of_ranks_resumes_the_same_state(agent_dir, lightning_zygote, tmp_path, kind, ranks):
     how = {"strategy": kind, "epochs": 1}
     first = [one.wait() for one in lightning_zygote.start_world(2, partial(as_rank, **how), tmp_path)]

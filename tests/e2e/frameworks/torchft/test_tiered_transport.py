@@ -265,8 +265,15 @@ def test_another_secret_is_refused(nodes):
         receive(receiver, sender.metadata(), timeout=timedelta(seconds=3))
 
 
-@pytest.mark.parametrize("loss", ["lose", "suspend_agent"])
-@pytest.mark.parametrize("known", [True, False])
+@pytest.mark.parametrize(
+    ("known", "loss"),
+    [
+        (True, "suspend_agent"),
+        (False, "lose"),
+        pytest.param(True, "lose", marks=pytest.mark.nightly),
+        pytest.param(False, "suspend_agent", marks=pytest.mark.nightly),
+    ],
+)
 def test_lost_sender_is_unreachable_within_the_timeout(nodes, loss, known):
     sender, receiver = map(transport_on, nodes)
     send(sender, {"weight": torch.ones(3)})

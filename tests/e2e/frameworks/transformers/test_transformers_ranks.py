@@ -62,7 +62,7 @@ def test_sigterm_of_one_rank_ends_all_ranks_at_the_same_step(agent_dir, zygote, 
     assert min(values_by_step(second[0].lines)) == step + 1
 
 
-@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2)])
+@pytest.mark.parametrize(("before", "after"), [pytest.param(2, 1, marks=pytest.mark.nightly), (1, 2)])
 def test_another_number_of_ranks_continues_with_the_next_samples(
     agent_dir, zygote, tmp_path, undisturbed, before, after
 ):

@@ -51,7 +51,10 @@ def in_fresh_tiers(zygote, tmp_path_factory):
     return run
 
 
-@pytest.mark.parametrize(("arguments", "killed"), [({}, 6), (EPOCHS, 5), (EPOCHS, 6)])
+@pytest.mark.parametrize(
+    ("arguments", "killed"),
+    [(EPOCHS, 5), *(pytest.param(*each, marks=pytest.mark.nightly) for each in (({}, 6), (EPOCHS, 6)))],
+)
 def test_killed_trainer_continues_bit_equal(agent_dir, zygote, tmp_path, in_fresh_tiers, arguments, killed):
     undisturbed = in_fresh_tiers(arguments)
     first = zygote.run(train, str(tmp_path), {0: {f"step {killed}": KILL}}, arguments)

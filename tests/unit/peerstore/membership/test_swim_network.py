@@ -69,7 +69,9 @@ def test_lossy_network_declares_no_node_dead():
         watch()
 
 
-@pytest.mark.parametrize("one_way", [False, True], ids=["both ways", "one way"])
+@pytest.mark.parametrize(
+    "one_way", [pytest.param(False, marks=pytest.mark.nightly, id="both ways"), pytest.param(True, id="one way")]
+)
 def test_broken_path_between_two_nodes_suspects_neither(one_way):
     net = GossipNetwork(peer_nodes(30), 3)
     net.run_until(net.is_agreed, within_s=30)
@@ -177,7 +179,7 @@ def test_two_sides_of_a_partition_never_both_have_a_quorum(count, data, seed, lo
     net.run_until(net.is_agreed, within_s=QUIET_S)
 
 
-@pytest.mark.parametrize("minority", [1, 29, 30, *(pytest.param(n, marks=pytest.mark.nightly) for n in (4, 12, 20))])
+@pytest.mark.parametrize("minority", [29, *(pytest.param(n, marks=pytest.mark.nightly) for n in (1, 4, 12, 20, 30))])
 def test_minority_loses_quorum_and_the_majority_continues(minority):
     net = GossipNetwork(peer_nodes(60), seed=minority)
     net.run_until(net.is_agreed, within_s=30)
@@ -243,7 +245,7 @@ def measure(count: int, periods: int) -> tuple[float, float]:
 
 
 def test_messages_of_a_node_do_not_grow_with_the_job():
-    for count in (10, 200):
+    for count in (10, 100):
         mean, most = measure(count, 5)
         assert 7.5 <= mean <= 8.5  # four pings, and four answers to others
         assert most <= 14

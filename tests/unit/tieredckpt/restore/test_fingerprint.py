@@ -90,7 +90,8 @@ def test_host_and_devices_agree_for_every_dtype_and_stride(shapes, window, turne
         tensors.append(tensor.transpose(0, -1) if turned and tensor.ndim > 1 else tensor)
     expected = [of_bytes(tensor_bytes(tensor)) for tensor in tensors]
     with pytest.MonkeyPatch.context() as patch, use_device_backend(AsyncDevice()) as device:
-        patch.setattr(fingerprint, "_WINDOW_BYTES", max(window, 16))
+        largest = max(tensor.nbytes for tensor in tensors)
+        patch.setattr(fingerprint, "_WINDOW_BYTES", max(window, 16, largest // 100))
         assert tensor_fingerprints(tensors) == fingerprints_by_device(tensors) == expected
         there = [device.to_device(tensor, number % 2) for number, tensor in enumerate(tensors)]
         assert fingerprints_by_device(there) == expected
