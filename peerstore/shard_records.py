@@ -19,6 +19,7 @@ NonNegativeInt = Annotated[int, msgspec.Meta(ge=0, lt=MAX_NUMBER)]
 """A count from another process; a larger one fits no message and has no successor."""
 NonNegativeIntOrMinusOne = Annotated[int, msgspec.Meta(ge=-1, lt=MAX_NUMBER)]
 """A count that is -1 before the first item."""
+MAX_BLOB_BYTES = 48 << 20
 MAX_EPOCH_LEAD = 1 << 44
 """Largest accepted distance of a reported epoch above the newest known one.
 
@@ -298,3 +299,11 @@ class StoreStatus(msgspec.Struct, frozen=True):
     counters: dict[str, float]
     verifying: int
     unrecognized: tuple[UnrecognizedSlot, ...] = ()
+
+
+def is_chunk_aligned(start: int, stop: int, *, size_bytes: int, chunk_bytes: int) -> bool:
+    """Return whether a range consists of complete chunks.
+
+    The reader can verify such a range with the seal's checksums.
+    """
+    return start % chunk_bytes == 0 and (stop % chunk_bytes == 0 or stop == size_bytes)

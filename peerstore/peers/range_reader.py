@@ -26,8 +26,7 @@ from peerstore import checksums
 from peerstore.errors import PeerStoreError, PeerUnreachableError, ProtocolError, ShardDamagedError, ShardNotFoundError
 from peerstore.peers.peer_client import PeerClient, PeerConnection
 from peerstore.peers.peer_messages import RangeDigests, ReadRanges, VerifyChunks
-from peerstore.peers.shard_server import is_chunk_aligned
-from peerstore.shard_records import ShardKey
+from peerstore.shard_records import ShardKey, is_chunk_aligned
 
 log = logging.getLogger(__name__)
 

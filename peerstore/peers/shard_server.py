@@ -32,7 +32,7 @@ from peerstore.errors import (
 )
 from peerstore.failpoints import failpoint
 from peerstore.peers.peer_messages import MAX_RANGES_PER_READ, OfferReplica, OfferReply, RangeDigests, ReadRanges
-from peerstore.shard_records import Lease, Pin, ShardKey, ShardRecord
+from peerstore.shard_records import Lease, Pin, ShardKey, ShardRecord, is_chunk_aligned
 from peerstore.store.arena import FileMapping, closing_fd, prefault_file
 from peerstore.store.node_store import NodeStore
 from peerstore.store.received_replicas import holders_to_store
@@ -40,14 +40,6 @@ from peerstore.store.shards import raise_as_unreadable
 from peerstore.transport.base import MAX_PAYLOAD_BYTES, FileSlice, MessageChannel
 
 log = logging.getLogger(__name__)
-
-
-def is_chunk_aligned(start: int, stop: int, *, size_bytes: int, chunk_bytes: int) -> bool:
-    """Return whether a range consists of complete chunks.
-
-    The reader can verify such a range with the seal's checksums.
-    """
-    return start % chunk_bytes == 0 and (stop % chunk_bytes == 0 or stop == size_bytes)
 
 
 class RangeServer:

@@ -50,8 +50,8 @@ from peerstore.peers.shard_server import RangeServer, ReplicaReceiver
 from peerstore.rpc import Dispatcher, Operation, Reply
 from peerstore.server.job_peers import JobPeers
 from peerstore.settings import BlobAccess
-from peerstore.shard_records import ShardKey, ShardRecord
-from peerstore.store.node_store import MAX_BLOB_BYTES, NodeStore
+from peerstore.shard_records import MAX_BLOB_BYTES, ShardKey, ShardRecord
+from peerstore.store.node_store import NodeStore
 from peerstore.transport.authentication import PeerIdentity, authenticate_client
 from peerstore.transport.base import MessageChannel
 

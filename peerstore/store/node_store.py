@@ -35,6 +35,7 @@ from peerstore.errors import (
 )
 from peerstore.settings import StoreSettings, parse_budget
 from peerstore.shard_records import (
+    MAX_BLOB_BYTES,
     Lease,
     Pin,
     ShardInfo,
@@ -55,11 +56,9 @@ from peerstore.store.slot_eviction import SlotLimits
 from peerstore.store.slot_metadata import EXPIRED_JOB_METADATA
 from peerstore.store.slot_table import SlotTable
 
-__all__ = ["MAX_BLOB_BYTES", "NodeStore", "StoreListener"]
+__all__ = ["NodeStore", "StoreListener"]
 
 log = logging.getLogger(__name__)
-
-MAX_BLOB_BYTES = 48 << 20
 
 
 class NodeStore:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from peerstore.membership.topology import PeerNode
 from peerstore.settings import JobPeersConfig
 from peerstore.sizes_and_durations import show_size
-from peerstore.store.node_store import MAX_BLOB_BYTES
+from peerstore.shard_records import MAX_BLOB_BYTES
 from tieredckpt.agent.agent_api import NodeAgentAPI
 from tieredckpt.agent.peer_config import configured_peer_plan
 from tieredckpt.errors import SaveFailedError

@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from peerstore.peers.range_reader import RangeReader, ReadRequest, ReadTarget
-from peerstore.server.peer_server import _PeerSession
+from peerstore.server.peer_server import PeerSession
 from peerstore.shard_records import CHUNK_BYTES
 from tests.support.local_nodes import local_nodes, wait_until
 from tests.support.stores import MIB, flip_byte, load_shard, shard_content, shard_key, write_slot
@@ -111,6 +111,6 @@ def test_connection_drops_finished_transfers():
             nodes["n1"].write(shard_key(version), MIB)
             nodes.wait_replicated(version)
         peers = {id(nodes[name].job_peers) for name in ("n1", "n2")}
-        sessions = [one for one in gc.get_objects() if type(one) is _PeerSession and id(one._job_peers) in peers]
+        sessions = [one for one in gc.get_objects() if type(one) is PeerSession and id(one.job_peers) in peers]
         assert sessions
-        wait_until(lambda: not any(one._offered for one in sessions), "no session remembers a transfer")
+        wait_until(lambda: not any(one.transfers for one in sessions), "no session remembers a transfer")
