@@ -9,8 +9,8 @@ import torch.distributed as dist
 
 from peerstore.membership.topology import PeerNode
 from peerstore.settings import JobPeersConfig
-from peerstore.sizes_and_durations import show_size
 from peerstore.shard_records import MAX_BLOB_BYTES
+from peerstore.sizes_and_durations import show_size
 from tieredckpt.agent.agent_api import NodeAgentAPI
 from tieredckpt.agent.peer_config import configured_peer_plan
 from tieredckpt.errors import SaveFailedError
