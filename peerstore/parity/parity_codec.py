@@ -31,7 +31,7 @@ from peerstore.checksums import chunk_checksum, chunk_count
 from peerstore.errors import RequestError, ShardDamagedError, ShardNotFoundError
 from peerstore.membership.topology import NodeId, validate_node_id
 from peerstore.shard_records import CHUNK_BYTES, ShardRecord
-from peerstore.store.crash_recovery import validate_stored_record
+from peerstore.store.record_validation import validate_record
 
 MAX_PARITY_MEMBERS = 64
 """Largest number of nodes in a group.
@@ -170,7 +170,7 @@ def _check_stripe(stripe: Stripe) -> None:
     if not shards or stripe.number < 0:
         raise RequestError(f"stripe {stripe.number} of {', '.join(members)} holds {len(shards)} shards")
     for shard in shards:
-        validate_stored_record(shard)
+        validate_record(shard)
         if shard.chunk_bytes > CHUNK_BYTES:
             raise RequestError(f"{shard.key}: chunks of {shard.chunk_bytes} bytes, parities take up to {CHUNK_BYTES}")
     if len({(shard.key.job, shard.key.version_id, shard.parts, shard.chunk_bytes) for shard in shards}) > 1:

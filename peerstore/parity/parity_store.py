@@ -35,7 +35,7 @@ from peerstore.peers.peer_messages import GetParities, GetShardRecords, ParitySt
 from peerstore.peers.range_reader import RangeReader
 from peerstore.replication.replicator import ReplicationContext
 from peerstore.shard_records import ShardInfo, ShardKey, ShardRecord, VersionId
-from peerstore.store.leases import MAX_PARTS_PER_VERSION
+from peerstore.store.record_validation import MAX_PARTS_PER_VERSION
 
 log = logging.getLogger(__name__)
 

@@ -32,7 +32,7 @@ from peerstore.rate_limiter import RateLimiter
 from peerstore.shard_records import Lease, ShardInfo, ShardKey, ShardRecord, VersionId
 from peerstore.store.arena import FileMapping, closing_fd, prefault_file
 from peerstore.store.node_store import NodeStore
-from peerstore.store.received_replicas import MAX_REPLICA_META_BYTES
+from peerstore.store.record_validation import validate_meta
 
 StripeParts = Mapping[int, int]
 """A member's parts of a version by stripe number."""
@@ -431,10 +431,7 @@ def write_parity(
             store, lease, size, stripe.chunk_bytes, encode_parity(stripe, keeper, reads), stopped=stopped
         )
         record = parity_shard_record(stripe, keeper, sums, time.time_ns())
-        if len(record.meta) > MAX_REPLICA_META_BYTES:
-            raise RequestError(
-                f"{record.key}: {len(record.meta)} bytes of meta, at most {MAX_REPLICA_META_BYTES} are kept"
-            )
+        validate_meta(record.key, record.meta)
         store.seal_parity(lease.id, record)
     except BaseException:
         store.release(lease.id)

@@ -284,9 +284,10 @@ class PeerServer:
 
         def done(sent: bool) -> None:
             reply.close()
-            if sent:
-                self.range_server.sent_bytes += reply.size_bytes
+            if not sent:
+                self.range_server.sent_bytes -= reply.size_bytes
 
+        self.range_server.sent_bytes += reply.size_bytes  # before the reader can look at the count
         return Reply(digests, reply.payload, done=done)
 
     def _records(self, asked: GetShardRecords, peer: PeerSession) -> object:

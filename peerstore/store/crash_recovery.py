@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 import msgspec
 
 from peerstore import deadlines
-from peerstore.checksums import chunk_count
 from peerstore.daemon_process import ProcessIdentity
 from peerstore.errors import (
     RequestError,
@@ -24,7 +23,8 @@ from peerstore.errors import (
 from peerstore.failpoints import failpoint
 from peerstore.shard_records import ShardKey, ShardRecord
 from peerstore.store.job_table import JobTable
-from peerstore.store.leases import LeaseManager, validate_shard_key
+from peerstore.store.leases import LeaseManager
+from peerstore.store.record_validation import validate_record, validate_shard_key
 from peerstore.store.slot_metadata import (
     JOB_METADATA,
     LEASE_METADATA,
@@ -47,7 +47,6 @@ _TRIES = 3
 _RETRY_S = 0.5
 _MAX_RETRY_S = 60.0
 _TRANSIENT_ERRNOS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EINTR, errno.EAGAIN)
-_LARGEST_CHUNK = 1 << 30
 
 
 class CrashRecovery:
@@ -100,7 +99,7 @@ class CrashRecovery:
 
     def _recover_sealed(self, name: str, size: int, note: SealMetadata) -> None:
         record = note.record
-        validate_stored_record(record)
+        validate_record(record)
         if size < record.size_bytes:
             self._record_lost(record, f"its file has only {size} of {record.size_bytes} bytes")
             return
@@ -226,16 +225,6 @@ def _raise_if_transient(error: Exception) -> None:
     cause = error if isinstance(error, OSError) else error.__cause__
     if isinstance(cause, OSError) and cause.errno in _TRANSIENT_ERRNOS:
         raise error
-
-
-def validate_stored_record(record: ShardRecord) -> None:
-    """Check a stored record: its metadata may be intact although this package did not write it."""
-    validate_shard_key(record.key, record.size_bytes, record.parts)
-    if not 1 <= record.chunk_bytes <= _LARGEST_CHUNK:
-        raise ShardDamagedError(f"{record.key}: chunks of {record.chunk_bytes} bytes")
-    count = chunk_count(record.size_bytes, record.chunk_bytes)
-    if len(record.checksums) != 8 * count:
-        raise ShardDamagedError(f"{record.key}: {len(record.checksums)} bytes of checksums for {count} chunks")
 
 
 def start_daemon_thread(work: Callable[[], None], name: str) -> threading.Thread:

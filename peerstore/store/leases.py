@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import re
 import secrets
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -16,16 +15,15 @@ from peerstore import deadlines
 from peerstore.daemon_process import ProcessIdentity
 from peerstore.errors import ArenaBusyError, ArenaFullError, LeaseLostError, RequestError, UnavailableError
 from peerstore.shard_records import (
-    MAX_NUMBER,
     Lease,
     ShardKey,
     SlotInfo,
     VersionId,
-    validate_incarnation,
     validate_job_name,
 )
 from peerstore.store.arena import closing_fd, copy_file_data, prefault_file
 from peerstore.store.job_table import JobTable
+from peerstore.store.record_validation import MAX_PARTS_PER_VERSION, validate_shard_key
 from peerstore.store.slot_eviction import (
     BudgetExceeded,
     CreateSlot,
@@ -49,9 +47,7 @@ from peerstore.store.slots import ArenaSlot, SlotState
 log = logging.getLogger(__name__)
 
 
-MAX_PARTS_PER_VERSION = 1 << 20
 T = TypeVar("T")
-_KIND = re.compile(r"(parity\.[0-9a-f]{16})?")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -402,22 +398,6 @@ class LeaseManager:
             self._table.record_damage(lease.key.job, str(lease.key), f"its slot has only {slot.size_bytes} bytes")
             self._table.metadata.remove(LEASE_METADATA, slot.name)
             self._table.drop(slot)
-
-
-def validate_shard_key(key: ShardKey, size_bytes: int, parts: int) -> None:
-    validate_job_name(key.job)
-    validate_incarnation(key.incarnation)
-    numbers = (key.version, key.epoch, key.attempt, key.part)
-    if min(numbers) < 0 or max(numbers) >= MAX_NUMBER:
-        raise RequestError(f"{key}: version, epoch, attempt and part are numbers from 0 to 2^62")
-    if not 1 <= parts <= MAX_PARTS_PER_VERSION:
-        raise RequestError(f"{key}: a version has 1 to {MAX_PARTS_PER_VERSION} parts, not {parts}")
-    if not _KIND.fullmatch(key.kind):
-        raise RequestError(f"{key}: {key.kind!r} is not a valid kind")
-    if key.part >= parts:
-        raise RequestError(f"{key}: part {key.part} of {parts}; parts are counted from 0")
-    if size_bytes < 0:
-        raise RequestError(f"{key}: the size of {size_bytes} bytes is negative")
 
 
 class SlotPrefaulter:

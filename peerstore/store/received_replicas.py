@@ -20,16 +20,14 @@ from peerstore.shard_records import (
     VersionId,
 )
 from peerstore.store.job_table import JobTable
-from peerstore.store.leases import LeaseManager, validate_shard_key
+from peerstore.store.leases import LeaseManager
+from peerstore.store.record_validation import validate_record
 from peerstore.store.shards import ShardRemoval
 from peerstore.store.slot_metadata import SEAL_METADATA, SealMetadata
 from peerstore.store.slot_table import SlotTable
 from peerstore.store.slots import UNVERIFIED_STATES, ArenaSlot
 
 log = logging.getLogger(__name__)
-
-MAX_REPLICA_CHUNK_BYTES = 64 << 20
-MAX_REPLICA_META_BYTES = 16 << 20
 
 
 class ReplicaStore:
@@ -56,7 +54,7 @@ class ReplicaStore:
 
         Versions of an earlier incarnation are accepted only if they are complete (``whole``): their writers are fenced.
         """
-        validate_received_record(record)
+        validate_record(record)
         key = record.key
         if key.kind:
             raise RequestError(f"{key} is not a shard: every node makes its own parities")
@@ -250,19 +248,6 @@ class ReplicaStore:
 def holders_to_store(me: str, holders: tuple[str, ...]) -> tuple[str, ...]:
     """Return the holders to record for a shard: none if this node is the first of them and owns the shard."""
     return () if holders[:1] == (me,) else holders
-
-
-def validate_received_record(record: ShardRecord) -> None:
-    """Raise :class:`RequestError` unless a record from another node describes a possible shard."""
-    validate_shard_key(record.key, record.size_bytes, record.parts)
-    if not 1 <= record.chunk_bytes <= MAX_REPLICA_CHUNK_BYTES:
-        raise RequestError(
-            f"{record.key}: chunks of {record.chunk_bytes} bytes, 1 to {MAX_REPLICA_CHUNK_BYTES} are allowed"
-        )
-    if len(record.checksums) != 8 * -(-record.size_bytes // record.chunk_bytes):
-        raise RequestError(f"{record.key}: {len(record.checksums)} bytes of checksums for {record.size_bytes} bytes")
-    if len(record.meta) > MAX_REPLICA_META_BYTES:
-        raise RequestError(f"{record.key}: {len(record.meta)} bytes of meta, the limit is {MAX_REPLICA_META_BYTES}")
 
 
 def is_same_shard(one: ShardRecord, other: ShardRecord) -> bool:

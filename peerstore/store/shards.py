@@ -25,14 +25,12 @@ from peerstore.failpoints import failpoint
 from peerstore.shard_records import CHUNK_BYTES, Lease, Pin, ShardInfo, ShardKey, ShardRecord, VersionId
 from peerstore.store.arena import closing_fd
 from peerstore.store.job_table import JobTable
+from peerstore.store.record_validation import validate_meta
 from peerstore.store.slot_metadata import SEAL_METADATA, SealMetadata
 from peerstore.store.slot_table import SlotTable
 from peerstore.store.slots import SHARD_STATES, ArenaSlot, SlotState
 
 log = logging.getLogger(__name__)
-
-
-MAX_SHARD_META_BYTES = 16 << 20
 
 
 class ShardSealer:
@@ -51,8 +49,7 @@ class ShardSealer:
         blobs: Collection[str],
         sealed: Callable[[ShardRecord], None],
     ) -> ShardRecord:
-        if len(meta) > MAX_SHARD_META_BYTES:
-            raise RequestError(f"meta has {len(meta)} bytes, the limit is {MAX_SHARD_META_BYTES}")
+        validate_meta(f"lease {lease_id}", meta)
         with self._table.exclusive():
             slot, done = self._begin(lease_id, size_bytes)
             if done is not None:

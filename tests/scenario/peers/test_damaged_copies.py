@@ -116,7 +116,7 @@ def test_pooled_connection_closed_by_the_peer_is_reopened(nodes):
     peer = peers.membership.client_for("n2")
     with peer.connection(), peer.connection(fresh=True):
         pass
-    for line in peer._idle:
+    for line in peer._pool._idle:
         line.close()
     data = bytearray(SIZE)
     pulled = RangeReader(lambda _: peer).read([ReadRequest(record, [ReadTarget(0, SIZE, memoryview(data))], ["n2"])])

@@ -276,7 +276,7 @@ def test_bad_path_delays_no_version(end):
         (partner,) = nodes[end].job_peers.replicator.partners
         nodes.network.cut(end, partner)
         for near, far in (end, partner), (partner, end):  # TCP would close the connections only after half a minute
-            for line in list(nodes[near].job_peers.membership.client_for(far)._idle):
+            for line in list(nodes[near].job_peers.membership.client_for(far)._pool._idle):
                 line.close()
         keys = [shard_key(1, part) for part in range(3)]
         for node, of in zip(nodes, keys, strict=True):

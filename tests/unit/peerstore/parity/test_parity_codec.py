@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from peerstore.checksums import chunk_count
-from peerstore.errors import PeerStoreError, ProtocolError, RequestError, ShardDamagedError
+from peerstore.errors import PeerStoreError, ProtocolError, RequestError
 from peerstore.message_codec import decode_message
 from peerstore.parity.parity_codec import (
     MAX_PARITY_MEMBERS,
@@ -124,11 +124,11 @@ KEY = (*SHARD, "key")
         (("stripe", "shards"), [None] * 3, RequestError),
         (("stripe", "shards"), [None] * 5000, RequestError),
         ((*SHARD, "size_bytes"), -1, PeerStoreError),
-        ((*SHARD, "size_bytes"), 1 << 62, ShardDamagedError),
-        ((*SHARD, "chunk_bytes"), 0, ShardDamagedError),
-        ((*SHARD, "chunk_bytes"), -4, ShardDamagedError),
+        ((*SHARD, "size_bytes"), 1 << 62, RequestError),
+        ((*SHARD, "chunk_bytes"), 0, RequestError),
+        ((*SHARD, "chunk_bytes"), -4, RequestError),
         ((*SHARD, "chunk_bytes"), CHUNK_BYTES + 1, PeerStoreError),
-        ((*SHARD, "checksums"), b"", ShardDamagedError),
+        ((*SHARD, "checksums"), b"", RequestError),
         ((*SHARD, "parts"), 0, RequestError),
         ((*KEY, "job"), "../other", RequestError),
         ((*KEY, "job"), "other", RequestError),
