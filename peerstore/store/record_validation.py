@@ -1,4 +1,4 @@
-"""Limits of a shard record from outside: a client, another node, a parity, or a file of an earlier process."""
+"""Limits of a shard record that another process wrote."""
 
 from __future__ import annotations
 

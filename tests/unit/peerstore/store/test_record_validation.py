@@ -1,4 +1,4 @@
-"""One set of limits for a shard's record, whatever it comes from."""
+"""Limits of a shard record, equal for clients, nodes, parities and files."""
 
 import msgspec
 import pytest
