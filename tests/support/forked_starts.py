@@ -103,8 +103,6 @@ class ProcessStart(NamedTuple):
     files: list[int]
     """Descriptor numbers, in the new process, of the files sent with the request."""
     session: bool
-    parent: int
-    """Pid of the requesting process; 0 for a detached process."""
     limits: list[tuple[int, int]]
     nice: int
 
@@ -234,7 +232,7 @@ def _start(process: Any, given: Mapping[str, Any]) -> bool:
     if not detached and (_here.template is None or _here.owner != os.getpid()):
         return False
     start = ProcessStart(
-        argv, environ, folder, [0, 1, 2, *kept], bool(given["start_new_session"]), 0 if detached else os.getpid(),
+        argv, environ, folder, [0, 1, 2, *kept], bool(given["start_new_session"]),
         [resource.getrlimit(which) for which in _LIMITS], os.getpriority(os.PRIO_PROCESS, 0),
     )  # fmt: skip
     try:

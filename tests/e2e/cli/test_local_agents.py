@@ -33,7 +33,7 @@ def two_simulated_jobs(monkeypatch):
 def test_agent_of_a_job_is_found_in_any_run_directory(cli, two_simulated_jobs):
     def run(*arguments):
         said = cli(*arguments, "--json")
-        assert said.code == (3 if "--each" in arguments else 0), said  # 3: a single node has no copies elsewhere
+        assert said.code == (3 if "--each" in arguments else 0), said.out  # 3: a single node has no copies elsewhere
         return said.json
 
     assert [one["step"] for one in run("ls", ONE)["steps"]] == [1, 2]
