@@ -53,7 +53,8 @@ class Response(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
 
 def encode_error(error: Exception) -> bytes:
     """Return the response that names ``error``."""
-    return encode_message(Response(type(error).__name__, encode_raw_message(str(error))))
+    message = str(error).encode(errors="backslashreplace").decode()  # it may name a file that is not UTF-8
+    return encode_message(Response(type(error).__name__, encode_raw_message(message)))
 
 
 # -- the server --------------------------------------------------------------------------------------------------------
@@ -127,24 +128,31 @@ class Dispatcher:
             reply = self._answer(operation, request, incoming.payload_bytes, context)
         sent = False
         try:
-            channel.discard()  # the rest of a payload that was not taken
-            self._send(channel, reply)
-            sent = True
+            if incoming.payload_bytes:
+                channel.discard()  # what the handler has not taken
+            sent = self._send(channel, request.op, reply)
         finally:
             reply.done(sent)
 
-    def _send(self, channel: MessageChannel, reply: Reply) -> None:
+    def _send(self, channel: MessageChannel, op: str, reply: Reply) -> bool:
+        """Send the reply and return True, or send an error in place of a result that cannot be sent."""
         if reply.error is not None:
             channel.send(encode_error(reply.error))
-            return
-        header = encode_message(Response("", encode_raw_message(reply.result)))
-        if reply.fd is not None:
-            channel.send(header, fd=reply.fd)  # type: ignore[call-arg]  # an operation of a Unix channel
-            return
+            return True
         try:
-            channel.send(header, reply.payload)
+            header = encode_message(Response("", encode_raw_message(reply.result)))
+        except Exception as error:  # noqa: BLE001 - it is answered
+            channel.send(encode_error(self._nameable_error(op, error)))
+            return False
+        try:
+            if reply.fd is not None:
+                channel.send(header, fd=reply.fd)  # type: ignore[call-arg]  # an operation of a Unix channel
+            else:
+                channel.send(header, reply.payload)
         except ProtocolError as error:  # the response is too large, and none of it was sent
             channel.send(encode_error(PeerStoreError(str(error))))
+            return False
+        return True
 
     def _answer(self, operation: Operation | None, request: Request, payload_bytes: int, context: object) -> Reply:
         try:

@@ -32,7 +32,7 @@ def validate_shard_key(key: ShardKey, size_bytes: int, parts: int) -> None:
 
 def validate_meta(owner: object, meta: bytes) -> None:
     if len(meta) > MAX_META_BYTES:
-        raise RequestError(f"{owner}: {len(meta)} bytes of meta, the limit is {MAX_META_BYTES}")
+        raise RequestError(f"{owner}: meta has {len(meta)} bytes, the limit is {MAX_META_BYTES}")
 
 
 def validate_record(record: ShardRecord) -> None:

@@ -41,7 +41,6 @@ _WINDOW_BYTES = 256 << 10
 _SLOWEST_BYTES_PER_S = 64 << 10
 """Minimum average rate of a payload; a slower transfer fails."""
 _STEP_BYTES = 1 << 20
-_FEW_VIEWS = 8
 
 
 class ByteStream(Protocol):
@@ -106,6 +105,11 @@ class FramedChannel:
         with self._sending:
             self._check_usable()
             with self._closing_on_error():
+                if not payload and len(header) <= _WINDOW_BYTES:  # most messages leave in one piece
+                    sent = self._stream.send(run, more=False, within_s=self.timeout_s)
+                    if sent < FRAME_PREFIX.size + len(header):
+                        self._send_views([memoryview(encode_frame(header))[sent:]], more=False)
+                    return
                 for part in payload:
                     if isinstance(part, FileSlice):
                         self._send_views(run, more=part.size > 0)
@@ -201,15 +205,7 @@ class FramedChannel:
             raise
 
     def _send_views(self, views: list[memoryview], *, more: bool) -> None:
-        size = sum(view.nbytes for view in views)
-        if len(views) <= _FEW_VIEWS and size <= _WINDOW_BYTES:  # most messages leave in one piece
-            sent = self._stream.send(views, more=more, within_s=self.timeout_s) if size else 0
-            if sent == size:
-                return
-        else:
-            sent = 0
         with BufferCursor(views) as cursor:
-            cursor.advance(sent)
             while cursor.left:
                 window = cursor.window(_WINDOW_BYTES)
                 cursor.advance(self._stream.send(window, more=more, within_s=self.timeout_s))

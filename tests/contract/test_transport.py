@@ -114,6 +114,21 @@ def test_a_hundred_mebibytes_arrive_as_they_were_sent(channel_ends):
     sent.result(PATIENCE_S)
 
 
+def test_views_of_any_type_and_shape_arrive_as_their_bytes(channel_ends):
+    near, far = channel_ends.connected_ends()
+    data = pseudo_random_bytes(128 << 10)
+    views = [
+        memoryview(data[:12_000]).cast("i"),
+        memoryview(data[12_000:16_384]).cast("h"),
+        memoryview(data[16_384:32_768]).cast("d"),
+        memoryview(data[32_768:49_152]).cast("f", (64, 64)),
+        memoryview(data[49_152:]).cast("h"),
+    ]
+    sent = channel_ends.run_in_background(near.send, b"typed", views)
+    assert receive_bytes(far) == (b"typed", data)
+    sent.result(PATIENCE_S)
+
+
 def test_answer_travels_back(channel_ends):
     near, far = channel_ends.connected_ends()
     near.send(b"question")

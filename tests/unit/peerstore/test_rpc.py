@@ -169,15 +169,18 @@ def test_reply_is_told_once_whether_it_was_sent(serving):
     calls = serving({
         "fine": Operation(NOTHING, int, lambda *_: Reply(1, done=told.append)),
         "refused": Operation(NOTHING, int, lambda *_: Reply(None, error=FencedError("no"), done=told.append)),
+        "odd": Operation(NOTHING, int, lambda *_: Reply("\udc80", done=told.append)),
         "closing": Operation(NOTHING, int, lambda *_: (calls.server.close(), Reply(1, done=told.append))[1]),
     })  # fmt: skip
     assert calls.call("fine", None, int) == 1
     with pytest.raises(FencedError):
         calls.call("refused", None, int)
+    with pytest.raises(PeerStoreError, match="internal error"):
+        calls.call("odd", None, int)
     with pytest.raises(PeerUnreachableError):
         calls.call("closing", None, int)
     calls.close()
-    assert told == [True, True, False]
+    assert told == [True, True, False, False]
 
 
 def test_response_above_the_limit_is_an_error_and_the_connection_stays(serving):
@@ -189,6 +192,20 @@ def test_response_above_the_limit_is_an_error_and_the_connection_stays(serving):
     with pytest.raises(PeerStoreError, match="above the limit of 1000"):
         calls.call("long", None, str)
     assert calls.call("short", None, str) == "x"
+
+
+@pytest.mark.parametrize("result", [object(), "a name that is not UTF-8: \udc80", Reply("\udc80")])
+def test_result_that_cannot_be_encoded_is_an_error(serving, result, caplog):
+    calls = serving({"odd": Operation(NOTHING, str, lambda *_: result), "fine": Operation(NOTHING, int, lambda *_: 7)})
+    with caplog.at_level(logging.CRITICAL), pytest.raises(PeerStoreError, match="internal error"):
+        calls.call("odd", None, str)
+    assert calls.call("fine", None, int) == 7
+
+
+def test_error_with_a_name_that_is_not_utf8_is_sent(serving):
+    calls = serving({"raise": raising(FencedError("file \udc80 is newer"))})
+    with pytest.raises(FencedError, match=r"file .* is newer"):
+        calls.call("raise")
 
 
 def test_request_carries_the_remaining_time(serving):

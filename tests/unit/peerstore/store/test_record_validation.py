@@ -37,7 +37,7 @@ def rekeyed(**fields):
         (changed(chunk_bytes=MAX_CHUNK_BYTES + 1, checksums=bytes(8)), "chunks of 67108865 bytes, 1 to 67108864"),
         (changed(checksums=bytes(8)), "8 bytes of checksums for 2 chunks"),
         (changed(checksums=bytes(17)), "17 bytes of checksums for 2 chunks"),
-        (changed(meta=bytes(MAX_META_BYTES + 1)), "16777217 bytes of meta, the limit is 16777216"),
+        (changed(meta=bytes(MAX_META_BYTES + 1)), "meta has 16777217 bytes, the limit is 16777216"),
     ],
 )
 def test_impossible_record_is_refused(record, message):
