@@ -129,7 +129,7 @@ class Dispatcher:
         sent = False
         try:
             if incoming.payload_bytes:
-                channel.discard()  # what the handler has not taken
+                channel.discard()  # the rest of the payload
             sent = self._send(channel, request.op, reply)
         finally:
             reply.done(sent)

@@ -195,14 +195,14 @@ def test_response_above_the_limit_is_an_error_and_the_connection_stays(serving):
 
 
 @pytest.mark.parametrize("result", [object(), "a name that is not UTF-8: \udc80", Reply("\udc80")])
-def test_result_that_cannot_be_encoded_is_an_error(serving, result, caplog):
+def test_unencodable_result_is_an_error(serving, result, caplog):
     calls = serving({"odd": Operation(NOTHING, str, lambda *_: result), "fine": Operation(NOTHING, int, lambda *_: 7)})
     with caplog.at_level(logging.CRITICAL), pytest.raises(PeerStoreError, match="internal error"):
         calls.call("odd", None, str)
     assert calls.call("fine", None, int) == 7
 
 
-def test_error_with_a_name_that_is_not_utf8_is_sent(serving):
+def test_error_about_an_undecodable_file_name_is_sent(serving):
     calls = serving({"raise": raising(FencedError("file \udc80 is newer"))})
     with pytest.raises(FencedError, match=r"file .* is newer"):
         calls.call("raise")
