@@ -583,7 +583,7 @@ class RankServer:
     ) -> None:
         self.path = path
         self._on_connect, self._on_status, self._on_disconnect = on_connect, on_status, on_disconnect
-        self._listener = UnixListener(path, self._serve, name="supervisor")
+        self._listener = UnixListener(path, self._serve, name="supervisor", describe_refusal=_encode_refusal)
         self._listener.start()
 
     def close(self) -> None:
@@ -611,9 +611,17 @@ class RankServer:
         else:
             refused = self._on_connect(hello.token, connection)
         if refused:
-            connection.send(RankDesired(exit=ExitReason.REFUSED, reason=refused))
+            connection.send(_refusal(refused))
             raise ProtocolError(refused)
         return hello.token
+
+
+def _refusal(reason: str) -> RankDesired:
+    return RankDesired(exit=ExitReason.REFUSED, reason=reason)
+
+
+def _encode_refusal(error: ProtocolError) -> bytes:
+    return encode_message(_refusal(str(error)))
 
 
 def inject_from_supervisor(

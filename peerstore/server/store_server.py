@@ -113,7 +113,7 @@ class StoreServer:
         self._version = version
         self._requests = Dispatcher({**store_operations(store), **(more or {})}, version=version, errors=errors)
         self._stopping = threading.Event()
-        self._listener = UnixListener(socket_path, self._serve, name="agent")
+        self._listener = UnixListener(socket_path, self._serve, name="agent", describe_refusal=encode_refusal)
         self._sweeper = threading.Thread(target=self._sweep_loop, name="peerstore-sweep", daemon=True)
 
     def start(self) -> None:
@@ -148,7 +148,6 @@ class StoreServer:
 
     def _serve(self, channel: UnixChannel) -> None:
         client = process_identity(channel.credentials[0])
-        channel.describe_refusal = encode_refusal
         welcome = Welcome(version=self._version, arena_id=self._store.arena_id, start_id=self._store.start_id)
         job = welcome_process(channel, welcome)
         if job is None:

@@ -141,7 +141,7 @@ class FramedChannel:
                 try:
                     header_bytes, payload_bytes = self._parse_prefix(prefix)
                 except ProtocolError as error:
-                    self._refuse(error)
+                    self.refuse(error)
                     raise
                 header = self._header(header_bytes, deadline)
                 self._left = payload_bytes
@@ -223,7 +223,8 @@ class FramedChannel:
             prefix, self.peer, max_header_bytes=self.max_header_bytes, max_payload_bytes=self.max_payload_bytes
         )
 
-    def _refuse(self, error: ProtocolError) -> None:
+    def refuse(self, error: ProtocolError) -> None:
+        """Send the reason as the last message, if ``describe_refusal`` is set."""
         if self.describe_refusal is not None:
             with contextlib.suppress(PeerUnreachableError), self._sending:
                 self._send_views([memoryview(encode_frame(self.describe_refusal(error)))], more=False)

@@ -191,11 +191,20 @@ class UnixListener:
     """A listener at ``path`` that only processes of this user and of root may use.
 
     ``serve`` runs with each accepted channel on a thread of its own; afterwards the channel is closed.
+    ``describe_refusal`` returns the last message to a process of another user, or to one that violates the protocol.
     """
 
-    def __init__(self, path: Path, serve: Callable[[UnixChannel], None], *, name: str) -> None:
+    def __init__(
+        self,
+        path: Path,
+        serve: Callable[[UnixChannel], None],
+        *,
+        name: str,
+        describe_refusal: Callable[[ProtocolError], bytes],
+    ) -> None:
         self._path = path
         self._serve = serve
+        self._describe_refusal = describe_refusal
         self._name = name
         self._threads = ConnectionThreads(self._serve_user, most=_MAX_CONNECTIONS)
         self._stopping = threading.Event()
@@ -261,9 +270,12 @@ class UnixListener:
     def _serve_user(self, channel: UnixChannel) -> None:
         """Serve a process of this user or of root."""
         try:
+            channel.describe_refusal = self._describe_refusal
             _, uid = channel.credentials
             if uid not in (os.getuid(), 0):
-                raise ProtocolError(f"user {uid} may not use the {self._name} of user {os.getuid()}")
+                error = ProtocolError(f"user {uid} may not use the {self._name} of user {os.getuid()}")
+                channel.refuse(error)
+                raise error
             self._serve(channel)
         except ProtocolError:
             self.rejected += 1

@@ -364,7 +364,7 @@ def test_another_user_is_refused(directory):
         assert intrude().startswith("AgentUnreachableError")
         directory.chmod(0o755)
         agent.place.socket.chmod(0o666)
-        assert "user 65534 may not use the store of user 0" in intrude()
+        assert "user 65534 may not use the agent of user 0" in intrude()
         with agent.client() as client:
             assert client.status().jobs == ()
 

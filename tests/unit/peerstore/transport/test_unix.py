@@ -10,7 +10,7 @@ import pytest
 
 from peerstore.errors import PeerUnreachableError, ProtocolError
 from peerstore.transport.framing import FRAME_MAGIC, FRAME_PREFIX, FRAME_VERSION, encode_frame
-from peerstore.transport.unix import UnixChannel
+from peerstore.transport.unix import UnixChannel, UnixListener
 
 PATIENCE_S = 200.0
 
@@ -111,6 +111,21 @@ def test_a_message_that_violates_the_protocol_gets_a_reason():
         answer = raw.recv(1 << 16)
         assert answer[FRAME_PREFIX.size :] == b"raw sends messages of version 2, this is version 1"
         assert raw.recv(1) == b""
+
+
+def test_process_of_another_user_gets_the_reason(tmp_path, monkeypatch):
+    monkeypatch.setattr(UnixChannel, "credentials", (1, os.getuid() + 1))
+    refused = {"name": "store", "describe_refusal": lambda error: str(error).encode()}
+    with contextlib.closing(UnixListener(tmp_path / "sock", lambda _: pytest.fail("served"), **refused)) as listener:
+        listener.start()
+        with socket.socket(socket.AF_UNIX) as raw:
+            raw.settimeout(PATIENCE_S)
+            raw.connect(str(tmp_path / "sock"))
+            with contextlib.closing(UnixChannel(raw.dup(), "store")) as channel:
+                reason = f"user {os.getuid() + 1} may not use the store of user {os.getuid()}"
+                assert header_of(channel) == reason.encode()
+                assert channel.receive() is None
+        assert listener.rejected == 1
 
 
 def test_sending_without_blocking_reports_a_full_buffer():
