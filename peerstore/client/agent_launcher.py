@@ -21,7 +21,7 @@ from peerstore.client.store_client import AgentConnector, Client
 from peerstore.daemon_process import ensure_private_directory, peer_credentials
 from peerstore.errors import AgentUnreachableError, PeerStoreError
 from peerstore.settings import AgentPaths
-from peerstore.transport.authentication import encode_hello
+from peerstore.transport.authentication import MAX_HANDSHAKE_BYTES, encode_hello
 from peerstore.transport.framing import encode_frame
 from peerstore.transport.unix import UnixChannel, connect_to_agent
 
@@ -33,7 +33,7 @@ _KILL_S = 10.0
 _SOCKET_S = 10.0
 """Seconds in which a running agent makes a new socket in place of a deleted one, or ends."""
 _RETRY_S = 0.02
-_MAX_IDLE_S = 1.0
+MAX_IDLE_S = 1.0
 _GREETING_S = 10.0
 
 
@@ -93,7 +93,7 @@ def raise_if_agent_hangs(place: AgentPaths, *, within_s: float = _PROBE_S) -> bo
     return False
 
 
-def silence_of_agent(place: AgentPaths, *, still_s: float = _MAX_IDLE_S, within_s: float = _GREETING_S) -> str:
+def silence_of_agent(place: AgentPaths, *, still_s: float = MAX_IDLE_S, within_s: float = _GREETING_S) -> str:
     """Return why the agent of ``place`` does not answer, or "" if it greets.
 
     An agent that did not run at all for ``still_s`` seconds counts as silent; a busy one has ``within_s`` seconds.
@@ -115,6 +115,7 @@ def silence_of_agent(place: AgentPaths, *, still_s: float = _MAX_IDLE_S, within_
                         f"the agent in {place.directory} (process {pid}) does not answer: no greeting within "
                         f"{waited_s:.1f} s. It hangs or was stopped (kill -CONT {pid})"
                     )
+            sock.recv(MAX_HANDSHAKE_BYTES)  # an unread greeting would reset the connection
         except OSError as error:  # it has exited
             raise AgentUnreachableError(f"no agent answers on {place.socket}: {error}") from error
     return ""

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from peerstore.client.agent_launcher import connect_or_launch_agent, silence_of_agent
+from peerstore.client.agent_launcher import MAX_IDLE_S, connect_or_launch_agent, silence_of_agent
 from peerstore.client.store_client import Client
 from peerstore.errors import AgentUnreachableError, PeerStoreError
 from peerstore.settings import AgentPaths
@@ -34,17 +34,19 @@ log = logging.getLogger(__name__)
 _READS_WITHOUT_NEWS = 3
 """Reads of the kernel's list that must show no new agent."""
 _STILL_S = 0.25
-"""Seconds without an answer, and without running, after which an agent may hang."""
+"""Seconds without running after which the settings' own agent may hang. Its user waits longer before it reports this."""
 
 
 def find_agent_directory(settings: Settings, job: str | None) -> Path:
     """Return the directory of an agent of this machine that has ``job``, or any job for ``None``.
 
-    The settings' agent comes first. Its directory is also returned if it does not answer, or if no agent has the job.
-    An agent that does not answer is returned only if no other agent has ``job``, an exited one only after these.
+    The settings' agent comes first. Its directory is also returned if no agent has the job, or if it does not answer
+    and has recorded the job. Another agent that does not answer is returned only if no other one has ``job``, an exited
+    one only after these.
     """
     own = settings.agent_place.directory
-    if _is_silent(AgentPaths(own)) or _has_job(_query_agent(own), job):
+    mine = _query_agent(own, still_s=_STILL_S)
+    if _has_job(mine, job) or (mine.silence and job is None):
         return own
     having = [found for found in _query_agents(_other_directories(own)) if _has_job(found, job)]
     directories = [found.directory for found in sorted(having, key=lambda one: bool(one.silence))]
@@ -247,14 +249,6 @@ def _jobs_of(place: AgentPaths) -> list[str]:
     return [one.job for one in jobs if (one.versions or one.clients) and one.job != MEMORY_SERVICE_JOB]
 
 
-def _is_silent(place: AgentPaths) -> bool:
-    """Return whether an agent may hang. The command that uses it then waits until that is certain."""
-    try:
-        return bool(silence_of_agent(place, still_s=_STILL_S))
-    except (PeerStoreError, OSError):
-        return False
-
-
 class _AgentJobs(NamedTuple):
     directory: Path
     jobs: Collection[str]
@@ -276,10 +270,11 @@ def _query_agents(places: Sequence[Path]) -> list[_AgentJobs]:
         return list(queries.map(_query_agent, places))
 
 
-def _query_agent(directory: Path) -> _AgentJobs:
+def _query_agent(directory: Path, *, still_s: float = MAX_IDLE_S) -> _AgentJobs:
+    """Query an agent; one that does not run for ``still_s`` seconds is taken as silent."""
     place = AgentPaths(directory)
     try:
-        silence = silence_of_agent(place)
+        silence = silence_of_agent(place, still_s=still_s)
         if not silence:
             return _AgentJobs(directory, _jobs_of(place), "")
     except AgentUnreachableError as error:

@@ -220,6 +220,16 @@ def test_commands_choose_a_stopped_agent_only_if_no_other_one_has_the_job(places
         assert find_agent_directory(load_settings(), "chosen") == places[2]
 
 
+def test_stopped_own_agent_without_the_job_does_not_hide_another_agent(places, monkeypatch):
+    """No other test has a job of this name: all agents of the machine are queried."""
+    saves(monkeypatch, places[0], "another", 5)
+    saves(monkeypatch, places[1], "hidden", 4)
+    with stopped(places[0]):
+        assert find_agent_directory(load_settings(), "hidden") == places[1]
+        assert find_agent_directory(load_settings(), "another") == places[0]
+        assert find_agent_directory(load_settings(), None) == places[0]
+
+
 def test_restore_from_a_configured_agent_warns_of_a_stopped_one(places, monkeypatch, caplog):
     saves(monkeypatch, places[1], "local", 5)
     monkeypatch.setenv("TIEREDCKPT_AGENT_DIRECTORY", str(places[2]))
@@ -261,6 +271,14 @@ def agent_with_full_queue():
         with socket.socket(socket.AF_UNIX) as only:
             only.connect(str(place.socket))
             yield place
+
+
+def test_search_for_agents_leaves_no_line_in_their_logs(places, monkeypatch):
+    saves(monkeypatch, places[1], "searched", 5)
+    for _ in range(5):
+        assert find_agent_directory(load_settings(), "searched") == places[1]
+    stop_agent(places[1])
+    assert "the connection of agent ended" not in (places[1] / "agent.log").read_text()
 
 
 def test_agent_that_accepts_no_connection_is_silent_and_not_absent(agent_with_full_queue):
