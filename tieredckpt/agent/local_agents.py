@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 _READS_WITHOUT_NEWS = 3
 """Reads of the kernel's list that must show no new agent."""
 _STILL_S = 0.25
-"""Seconds without running after which the settings' own agent may hang. Its user waits longer before it reports this."""
+"""Seconds without running after which the settings' own agent may hang. The command that uses it waits longer."""
 
 
 def find_agent_directory(settings: Settings, job: str | None) -> Path:
@@ -271,7 +271,7 @@ def _query_agents(places: Sequence[Path]) -> list[_AgentJobs]:
 
 
 def _query_agent(directory: Path, *, still_s: float = MAX_IDLE_S) -> _AgentJobs:
-    """Query an agent; one that does not run for ``still_s`` seconds is taken as silent."""
+    """Query an agent. If it does not run for ``still_s`` seconds, it counts as silent."""
     place = AgentPaths(directory)
     try:
         silence = silence_of_agent(place, still_s=still_s)
