@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 _READS_WITHOUT_NEWS = 3
 """Reads of the kernel's list that must show no new agent."""
 _STILL_S = 0.25
-"""Seconds without running after which the settings' own agent may hang. The command that uses it waits longer."""
+"""Seconds without running after which the settings' own agent may hang."""
 
 
 def find_agent_directory(settings: Settings, job: str | None) -> Path:
