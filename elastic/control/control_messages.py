@@ -182,6 +182,8 @@ class WorldSpec(msgspec.Struct, frozen=True):
     Set until a world of the run has sealed a step."""
     incarnation_epoch: NonNegativeInt = 0
     """Least epoch of incarnations that begin in this world, above those of all earlier worlds."""
+    reached_step: NonNegativeIntOrMinusOne = -1
+    """Newest step that any rank of an earlier world is known to have sealed, or -1."""
 
 
 class WorldRecord(msgspec.Struct, frozen=True):

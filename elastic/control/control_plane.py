@@ -93,6 +93,8 @@ class RankAssignment(msgspec.Struct, frozen=True):
     """The only step that this world may restore: the run's command line requests it."""
     incarnation_epoch: int = 0
     """Least epoch of incarnations that begin in this world; 0 if its ranks must agree on one."""
+    reached_step: int = -1
+    """Newest step that any rank of an earlier world is known to have sealed, or -1."""
 
 
 class RankProgress(msgspec.Struct, frozen=True):

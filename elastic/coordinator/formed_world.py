@@ -34,6 +34,17 @@ class FormedWorld:
         """Nodes of the world."""
         return () if self.progress is None else self.progress.places
 
+    @property
+    def reached_step(self) -> int:
+        """The newest step that any rank of this or an earlier world is known to have sealed, or -1.
+
+        It may be older than a step of an earlier world, if this world has restored a still older one.
+        """
+        if self.spec is None or self.progress is None:
+            return -1
+        sealed = self.progress.newest_sealed
+        return sealed if sealed >= 0 else self.spec.reached_step
+
     def form(self, spec: WorldSpec, reports: Iterable[NodeStatus]) -> None:
         """Start with a new world, and count the reports that its nodes have sent."""
         self.spec, self.broken_reason = spec, None

@@ -419,20 +419,25 @@ class _Rank(Generic[T]):
 
 @contextmanager
 def _resume_from(place: RankAssignment) -> Iterator[None]:
-    """Make the first restore in this world restore the step that the assignment names, or raise."""
+    """Make the first restore in this world restore the step that the assignment names, or raise.
+
+    If it names none, the restore reports the steps that are done again.
+    """
     sealed, requested = place.resume_from, place.requested_step
-    if sealed is None and requested is None:
+    if sealed is None and requested is None and place.reached_step < 0:
         yield
         return
-    from tieredckpt.checkpointer.progress_hook import ANY_JOB, require_step
+    from tieredckpt.checkpointer.progress_hook import ANY_JOB, expect_reached_step, require_step
 
-    if sealed is None:
-        assert requested is not None  # noqa: S101 - see above
-        with require_step(ANY_JOB, requested.step, requested.epoch, f"elastic run --resume-from {requested}"):
-            yield
-        return
-    source = f"the ranks sealed step {sealed.step} before this world"
-    with require_step(sealed.job, sealed.step, sealed.epoch, source):
+    if sealed is not None:
+        source = f"the ranks sealed step {sealed.step} before this world"
+        first_restore = require_step(sealed.job, sealed.step, sealed.epoch, source)
+    elif requested is not None:
+        source = f"elastic run --resume-from {requested}"
+        first_restore = require_step(ANY_JOB, requested.step, requested.epoch, source)
+    else:
+        first_restore = expect_reached_step(place.reached_step)
+    with first_restore:
         yield
 
 

@@ -39,6 +39,7 @@ class SimulatedRank:
         self.stand, self.epoch, self.step = RankPhase.READY, -1, 0
         self.entered_at = 0
         self.has_sealed = False
+        self.newest_sealed = -1
         self.paused: int | None = None
         self.sealed: int | None = None
         self.ignores = False
@@ -50,7 +51,7 @@ class SimulatedRank:
         self.number += 1
         checkpoint = None if self.sealed is None else SealedStep("job", self.sealed, self.epoch + 1)
         stepped = self.stand is RankPhase.IN_WORLD and self.step > self.entered_at
-        progress = RankProgress(self.step if stepped else -1, has_sealed=self.has_sealed)
+        progress = RankProgress(self.step if stepped else -1, self.newest_sealed, has_sealed=self.has_sealed)
         return RankStatus(
             self.number, self.stand, self.epoch, self.paused, self.sealed, checkpoint=checkpoint, progress=progress
         )
@@ -201,11 +202,12 @@ class ControlSimulation:
             epoch_clock=lambda: self.clock_ms,
         )
 
-    def seal(self) -> None:
-        """Mark every rank of the newest world as having sealed a step in it."""
+    def seal(self, step: int = -1) -> None:
+        """Mark every rank of the newest world as having sealed ``step``, or an unknown step, in it."""
         for node in self.nodes.values():
             for rank in node.ranks.values():
                 rank.has_sealed = rank.stand is RankPhase.IN_WORLD and rank.epoch == self.desk.snapshot().world.epoch
+                rank.newest_sealed = step if rank.has_sealed else rank.newest_sealed
 
     # -- faults and requests ------------------------------------------------------------------------------------------
 

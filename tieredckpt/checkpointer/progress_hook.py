@@ -99,6 +99,24 @@ def waive_required_step() -> None:
     _required.clear()
 
 
+_reached: list[int] = []
+
+
+@contextmanager
+def expect_reached_step(step: int) -> Iterator[None]:
+    """In the block, make the first restore without a step report an older step than this one; -1 for none."""
+    _reached[:] = [step]
+    try:
+        yield
+    finally:
+        _reached.clear()
+
+
+def take_reached_step() -> int:
+    """Return the newest step that a rank of an earlier world has sealed; -1 if unknown or returned before."""
+    return _reached.pop() if _reached else -1
+
+
 def notify_progress_hook(session: Session) -> None:
     """Call the progress hook, if any, because a step was sealed or restored."""
     for hook in _hooks[-1:]:

@@ -24,6 +24,7 @@ from peerstore.errors import PeerStoreError
 from peerstore.message_codec import from_json
 from peerstore.shard_records import VersionId
 from peerstore.sizes_and_durations import show_size
+from tieredckpt.checkpointer.progress_hook import take_reached_step
 from tieredckpt.dcp.plain_checkpoints import plain_reader, plain_steps
 from tieredckpt.dcp.rank_group import RankGroup, unwrap_load_error
 from tieredckpt.dcp.tiered_reader import RestoreReport, TieredReader, abbreviate, describe_mismatches
@@ -84,6 +85,7 @@ class CheckpointRestorer:
         something had been saved. ``epoch``: the epoch of the incarnation that saved ``step``; ``None`` for the newest.
         ``strict``: raise :class:`MismatchError` before any read if ``state`` and the saved entries do not match.
         """
+        reached = take_reached_step() if step is None else -1
         survivor = current_survivor_state()
         hydration = None if survivor is None else survivor.hydrations.get(self._job)
         fresh = hydration is not None  # the survivors' step was saved only now
@@ -102,7 +104,7 @@ class CheckpointRestorer:
                 absent = isinstance(problem, CheckpointNotFoundError)
                 if step is not None or (on_lost == "raise" and not absent):
                     raise
-                return -1, self._report_empty_start(problem)
+                return -1, self._report_empty_start(problem, reached)
             _create_moments(state, reader)
             _send_saved_names(state, reader)
             in_place = {name for name, value in state.items() if takes_over_in_place(value)}
@@ -147,7 +149,7 @@ class CheckpointRestorer:
                 }
             )
             self._prove(state, reader, exclude_from_proof, began)
-            self._report_hydration(reader.report, hydration)
+            self._report_repeated_steps(reader.report, hydration, reached)
             if survivor is not None:
                 survivor.mark_names_complete(self._job, names_digest(reader.restored_names))
             self._log_restored(state, reader, strict=strict)
@@ -206,16 +208,28 @@ class CheckpointRestorer:
         proof.share = proof.seconds / max(1e-9, time.perf_counter() - began)
         reader.report.proof = proof
 
-    def _report_hydration(self, report: RestoreReport | None, hydration: Hydration | None) -> None:
-        """Report and log the cost of the fault before this world, if there was a fault."""
-        if report is None or hydration is None:
+    def _report_repeated_steps(self, report: RestoreReport | None, hydration: Hydration | None, reached: int) -> None:
+        """Report and log the cost of the fault before this world, if there was a fault.
+
+        ``reached``: newest step that a rank of an earlier world has sealed, or -1.
+        """
+        if report is None:
             return
-        report.mode = "live" if hydration.mode == "live" and hydration.step == report.step else "snapshot"
-        report.steps_redone = max(0, hydration.reached - report.step)
-        tiers = ", ".join(f"{show_size(size)} from {tier}" for tier, size in sorted(report.bytes_by_tier.items()))
-        source = "state of the surviving ranks" if report.mode == "live" else "checkpoint"
-        redone = f"{report.steps_redone} steps are done again" if report.steps_redone else "nothing is lost"
-        log.info("%s: resumed from step %d (%s: %s); %s", self._job, report.step, source, tiers, redone)
+        if hydration is not None:
+            report.mode = "live" if hydration.mode == "live" and hydration.step == report.step else "snapshot"
+            report.steps_redone = max(0, max(hydration.reached, reached) - report.step)
+            tiers = ", ".join(f"{show_size(size)} from {tier}" for tier, size in sorted(report.bytes_by_tier.items()))
+            source = "state of the surviving ranks" if report.mode == "live" else "checkpoint"
+            redone = f"{report.steps_redone} steps are done again" if report.steps_redone else "nothing is lost"
+            log.info("%s: resumed from step %d (%s: %s); %s", self._job, report.step, source, tiers, redone)
+        elif reached > report.step:
+            report.steps_redone = reached - report.step
+            if self._ranks.rank == 0:
+                log.warning(
+                    "%s: resumed from step %d because no newer one is complete; %d steps are done again (a rank had "
+                    "sealed step %d)",
+                    *(self._job, report.step, report.steps_redone, reached),
+                )
 
     def _log_restored(self, state: StateDict, reader: TieredReader, *, strict: bool) -> None:
         """Log the restored step, its tiers, bytes and time, and the entries that a non-strict restore skipped."""
@@ -247,13 +261,18 @@ class CheckpointRestorer:
                     "%s step %d: %d entries %s: %s", self._job, step, len(names), description, abbreviate(names)
                 )
 
-    def _report_empty_start(self, error: TieredCheckpointError) -> RestoreReport | None:
-        """Log and report why the job starts from nothing; return ``None`` if nothing was ever saved."""
+    def _report_empty_start(self, error: TieredCheckpointError, reached: int) -> RestoreReport | None:
+        """Log and report why the job starts from nothing; return ``None`` if nothing was ever saved.
+
+        ``reached``: newest step that a rank of an earlier world has sealed, or -1.
+        """
         report = RestoreReport(-1, None, {}, refused=(str(error),))
         if isinstance(error, CheckpointTornError):
             log.warning("%s starts from nothing, and no complete step is lost: %s", self._job, error)
             report.mode = "torn"
         elif isinstance(error, CheckpointNotFoundError):
+            if reached >= 0 and self._ranks.rank == 0:
+                log.error("%s starts from nothing, although a rank had sealed step %d: %s", self._job, reached, error)
             return None
         else:
             log.error("%s starts from nothing, because of on_lost='start_fresh': %s", self._job, error)

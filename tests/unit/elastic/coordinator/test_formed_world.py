@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from elastic.control.control_messages import NodeStatus, PauseOrder, WorldSpec
 from elastic.control.control_plane import RankProgress
 from elastic.coordinator.formed_world import FormedWorld, PauseAgreement, StorePlacement
@@ -44,6 +46,23 @@ def test_only_the_newest_world_breaks():
     assert (world.broken_reason, world.leave_until) == ("lost", 5.0)
     world.form(WorldSpec(4, ("n0",), 0, ""), ())
     assert world.broken_reason is None
+
+
+def test_reached_step_of_a_lost_node_remains_for_the_next_world():
+    def sealed(world, *steps, here=True):
+        ranks = tuple(RankProgress(1, step, has_sealed=here) for step in steps)
+        return NodeStatus(1, "n1", 1, len(steps), world=world, rank_progress=ranks)
+
+    world = FormedWorld()
+    assert world.reached_step == -1
+    world.form(WORLD, [sealed(WORLD, 7, 9)])
+    world.progress.forget("n1")
+    assert world.reached_step == 9
+    later = msgspec.structs.replace(WORLD, epoch=4, reached_step=world.reached_step)
+    world.form(later, [sealed(later, 30, here=False)])  # of an earlier world
+    assert world.reached_step == 9
+    world.progress.update(sealed(later, 5))  # this world has restored an older step
+    assert world.reached_step == 5
 
 
 def test_requested_step_is_forgotten_once_every_rank_has_sealed():

@@ -50,6 +50,20 @@ def test_world_after_the_first_sealed_step_restores_the_newest_one(loss, restart
     assert restored(table) == {(None, None)}
 
 
+@pytest.mark.parametrize("restarted", [False, True], ids=["the same coordinator", "another coordinator"])
+def test_ranks_learn_the_newest_step_of_earlier_worlds(restarted):
+    table = first_world()
+    table.seal(9)
+    table.run_without_faults(3)
+    for restarts in range(2):  # the second world seals no step
+        table.lose_node(restarts)
+        if restarted and restarts:
+            table.restart_coordinator()
+        table.run_without_faults(40)
+        newest = table.desk.snapshot().world.epoch
+        assert {one.reached_step for one in table.assignments if one.epoch == newest} == {9}
+
+
 def test_ranks_that_sealed_a_step_in_an_older_world_do_not_count():
     table = first_world()
     for node in ("n0", "n1"):

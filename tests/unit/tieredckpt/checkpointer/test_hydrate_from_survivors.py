@@ -11,6 +11,7 @@ from elastic.workers.in_process_restart import reset_process_state
 from tests.support.oldest_torch import worlds_that_end
 from tieredckpt import Checkpointer, SaveFailedError
 from tieredckpt.checkpointer.hydrate_from_survivors import hydrate_from_survivors
+from tieredckpt.checkpointer.progress_hook import expect_reached_step
 from tieredckpt.event_log.event_types import RestoreEvent
 from tieredckpt.event_log.log_reader import read_event_log
 from tieredckpt.event_log.log_writer import EVENT_LOG_ENV
@@ -121,6 +122,37 @@ def test_incomplete_boundary_costs_the_unsaved_steps(job):
     found = job.enter()
     assert (*said(found), found.why) == ("snapshot", -1, 8, "no survivor stood between two steps")
     assert (job.first, job.ckpt.last_restore.steps_redone) == (6, 3)
+
+
+def test_restore_without_survivors_reports_the_repeated_steps(job, caplog):
+    job.enter()
+    job.train(7)
+    with expect_reached_step(8):
+        assert job.ckpt.restore(job.state, 5) == 5
+        assert job.ckpt.last_restore.steps_redone is None  # the caller chose the step
+        for redone in (3, None):  # later restores of a world go back on purpose
+            assert job.ckpt.restore(job.state) == 5
+            assert job.ckpt.last_restore.steps_redone == redone
+    assert caplog.text.count("resumed from step 5 because no newer one is complete; 3 steps are done again") == 1
+
+
+def test_step_that_lost_ranks_had_sealed_counts_beside_the_survivors(job):
+    job.enter()
+    job.train(9)
+    job.optimizer.step()
+    job.leave()
+    with expect_reached_step(9):
+        assert job.enter().reached == 8
+    assert (job.first, job.ckpt.last_restore.steps_redone) == (6, 4)
+
+
+@pytest.mark.parametrize("reached", [-1, 8])
+def test_start_from_nothing_names_the_step_that_was_reached(job, caplog, reached):
+    with expect_reached_step(reached):
+        assert job.enter() is None
+    assert (job.first, job.ckpt.last_restore) == (0, None)
+    said = "job starts from nothing, although a rank had sealed step 8" in caplog.text
+    assert said == (reached >= 0)
 
 
 def test_event_log_records_the_source_of_each_restore(job, monkeypatch, tmp_path):
