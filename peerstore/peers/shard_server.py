@@ -282,7 +282,7 @@ class ReplicaReceiver:
     def _mapping(self, slot_name: str) -> FileMapping | None:
         with self._lock:
             for slot, mapping in list(self._maps.items()):
-                if slot not in self._store.table:
+                if slot not in self._store.table.slots:
                     del self._maps[slot]
                     with contextlib.suppress(BufferError):
                         mapping.close()

@@ -230,7 +230,7 @@ def serve_store(
             os.getpid(),
             open_files,
         )
-        cleanup.callback(store.table.close)  # runs first: ends all waits for a slot
+        cleanup.callback(store.table.lock.close)  # runs first: ends all waits for a slot
 
         def needed() -> bool:
             busy = bool(server.connections) or extras.busy()

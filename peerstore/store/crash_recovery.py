@@ -76,11 +76,11 @@ class CrashRecovery:
                 except (UnsupportedFormatError, UnavailableError, OSError) as error:
                     if not remaining:
                         self._mark_unrecognized(name, error)
-            if name not in self._table and not self._table.unrecognized(name):
+            if name not in self._table.slots and not self._table.unrecognized.find(name):
                 arena.remove(name)
         for kind in (SEAL_METADATA, LEASE_METADATA):
             for name in notes.list_names(kind):
-                if name not in self._table and not self._table.unrecognized(name):
+                if name not in self._table.slots and not self._table.unrecognized.find(name):
                     self._metadata_without_slot(kind, name)
         for job in notes.list_names(JOB_METADATA):
             self._jobs.incarnations.revoke_fenced_leases(job)
@@ -103,7 +103,7 @@ class CrashRecovery:
         if size < record.size_bytes:
             self._record_lost(record, f"its file has only {size} of {record.size_bytes} bytes")
             return
-        self._table.drop_metadata(LEASE_METADATA, name)
+        self._table.metadata.remove_replaced(LEASE_METADATA, name)
         self._table.adopt_shard(name, secrets.randbits(62), size, note)
         if not note.holders and not record.key.kind:  # a replica does not show the epoch of this node's writers
             self._jobs.incarnations.observe_epoch(record.key)
@@ -128,10 +128,10 @@ class CrashRecovery:
             size = self._table.arena.size(name)
         except OSError:
             size = 0
-        self._table.mark_unrecognized(name, size, str(error))
+        self._table.unrecognized.mark(name, size, str(error))
 
     def _record_lost(self, record: ShardRecord, reason: str) -> None:
-        self._table.record_damage(record.key.job, str(record.key), reason)
+        self._table.incidents.record_damage(record.key.job, str(record.key), reason)
         if not record.key.kind:
             self._jobs.record_lost_part(record.key.job, record.key.version_id, record.key.part)
         self.lost.append((record, reason))
@@ -141,7 +141,7 @@ class CrashRecovery:
         try:
             yield
         except (ShardDamagedError, RequestError) as error:
-            self._table.record_damage("", what, str(error))
+            self._table.incidents.record_damage("", what, str(error))
             for kind, name in drop:
                 self._table.metadata.remove(kind, name)
 
@@ -158,10 +158,10 @@ class CrashRecovery:
         """
         patient_until = self._table.clock() + _READER_WAIT_S
         pause_s = _RETRY_S
-        while (slots := self._unverified()) and not self._table.closed:
+        while (slots := self._unverified()) and not self._table.lock.closed:
             for slot in slots:
                 record = slot.record
-                if self._table.closed or record is None or slot.state not in UNVERIFIED_STATES:
+                if self._table.lock.closed or record is None or slot.state not in UNVERIFIED_STATES:
                     continue
                 try:
                     damaged_indexes = damaged_chunks(record, self._table.arena.path(slot.name), None)
@@ -174,18 +174,18 @@ class CrashRecovery:
                     )
                 elif self._make_available(slot, record):
                     sealed(record, slot.holders)
-            with self._table.exclusive():
+            with self._table.lock:
                 if self._unverified():
-                    self._table.wait_closed(pause_s)
+                    self._table.lock.wait_closed(pause_s)
             pause_s = min(2 * pause_s, _MAX_RETRY_S)
 
     def _unverified(self) -> list[ArenaSlot]:
-        with self._table.exclusive():
-            return self._table.in_state(*UNVERIFIED_STATES)
+        with self._table.lock:
+            return self._table.slots.in_state(*UNVERIFIED_STATES)
 
     def _retry_later(self, slot: ArenaSlot, error: ShardUnreadableError, *, patient: bool) -> None:
-        with self._table.exclusive():
-            self._table.count("unreadable_reads")
+        with self._table.lock:
+            self._table.incidents.count("unreadable_reads")
             if patient or slot.state is not SlotState.VERIFYING:
                 log.warning("recovery: %s", error)
                 return
@@ -193,11 +193,11 @@ class CrashRecovery:
             self._table.mark_unreadable(slot)
 
     def _make_available(self, slot: ArenaSlot, record: ShardRecord) -> bool:
-        with self._table.exclusive():
+        with self._table.lock:
             if slot.record is not record or slot.state not in UNVERIFIED_STATES:
                 return False  # its owner dropped it meanwhile
             self._table.make_available(slot)
-            self._table.count("recovered")
+            self._table.incidents.count("recovered")
             failpoint("agent.recovered")
             return True
 
@@ -208,13 +208,13 @@ class CrashRecovery:
         """
         deadline = self._table.clock() + deadlines.remaining_s(_WAIT_S)
         while self.unverified_count(job):
-            self._table.check_open()
+            self._table.lock.check_open()
             if self._table.clock() > deadline:
                 raise UnavailableError("still verifying the shards of the previous agent")
-            self._table.wait_for_change(deadlines.remaining_s(1.0))
+            self._table.lock.wait(deadlines.remaining_s(1.0))
 
     def unverified_count(self, job: str | None = None) -> int:
-        return sum(job in (None, slot.job) for slot in self._table.in_state(SlotState.VERIFYING))
+        return sum(job in (None, slot.job) for slot in self._table.slots.in_state(SlotState.VERIFYING))
 
 
 def _raise_if_transient(error: Exception) -> None:

@@ -65,7 +65,7 @@ class Incarnations:
 
     def manage(self, job: str, epoch: int, incarnation: str) -> None:
         """Make this process the only owner of the job, even if an earlier agent recorded another owner."""
-        with self._table.exclusive():
+        with self._table.lock:
             self.managed.add(validate_job_name(job))
             known = self._jobs.get_or_create(job)
             known.resume_point = known.replicated = None
@@ -74,7 +74,7 @@ class Incarnations:
 
     def fence(self, job: str, epoch: int, incarnation: str) -> None:
         """Record the job's owner as reported by another node: writers of older incarnations are refused."""
-        with self._table.exclusive():
+        with self._table.lock:
             known = self._jobs.get_or_create(job)
             if job in self.managed or not self.is_plausible_epoch(job, epoch):
                 return
@@ -120,12 +120,12 @@ class Incarnations:
 
     def revoke_fenced_leases(self, job: str) -> None:
         known = self._jobs.get_or_create(job)
-        for slot in self._table.in_state(*LEASE_STATES):
+        for slot in self._table.slots.in_state(*LEASE_STATES):
             if slot.lease is None or slot.job != job or slot.lease.key.epoch >= known.epoch:
                 continue
             if not known.may_still_write(slot.lease.key.version_id):
                 self._table.revoke_lease(slot, "fenced by a newer incarnation")
-        self._table.notify_changed()
+        self._table.lock.notify_all()
 
     def _check_may_start(self, job: str) -> None:
         permit = self._start_checks.get(job)
@@ -137,7 +137,7 @@ class Incarnations:
 
         ``permit`` raises if this node must not start a new incarnation of the job.
         """
-        with self._table.exclusive():
+        with self._table.lock:
             if permit is None:
                 self._start_checks.pop(job, None)
             else:
@@ -156,7 +156,7 @@ class Incarnations:
         A partition side that must not start a new incarnation does not announce the resume. The other side may have
         replicated versions of a branch that the job never left.
         """
-        with self._table.exclusive():
+        with self._table.lock:
             known = self._jobs.get_or_create(job)
             try:
                 self._check_may_start(job)
@@ -175,7 +175,7 @@ class Incarnations:
 
     def learn_resume_point(self, job: str, base: ResumePoint) -> None:
         """Record the version that the job resumed from, as another node reports it."""
-        with self._table.exclusive():
+        with self._table.lock:
             known = self._jobs.get_or_create(job)
             if job in self.managed or not self.is_plausible_epoch(job, max(base.epoch, base.version_id.epoch)):
                 return
@@ -185,5 +185,5 @@ class Incarnations:
             self.fence(job, base.epoch, base.incarnation)
 
     def _set_resume_point(self, job: str, base: ResumePoint) -> None:
-        self._jobs.get_or_create(job).resume_from(base, self._table.parts_here(job, base.version_id))
-        self._table.notify_changed()
+        self._jobs.get_or_create(job).resume_from(base, self._table.slots.parts_here(job, base.version_id))
+        self._table.lock.notify_all()

@@ -39,13 +39,13 @@ class JobClients:
 
     def has_clients(self, job: str) -> bool:
         """Return whether a process of this node works on the job."""
-        with self._table.exclusive():
+        with self._table.lock:
             known = self._jobs.entries.get(job)
             return known is not None and bool(known.clients)
 
     def touch(self, job: str) -> None:
         """Record that other nodes still work on the job: its shards here do not expire."""
-        with self._table.exclusive():
+        with self._table.lock:
             self._jobs.get_or_create(job).last_seen_at = self._table.clock()
 
     def expected_parts_here(self, job: str, parts: int) -> int:
@@ -58,7 +58,7 @@ class JobClients:
         return min(parts, max(1, here))
 
     def client_connected(self, owner: ProcessIdentity, job: str) -> None:
-        with self._table.exclusive():
+        with self._table.lock:
             known = self._jobs.get_or_create(job)
             self.disconnected_since.pop(owner, None)
             known.clients[owner] += 1
@@ -66,7 +66,7 @@ class JobClients:
 
     def client_disconnected(self, owner: ProcessIdentity, job: str) -> bool:
         """Record a closed connection; return whether it was the process's last one for the job."""
-        with self._table.exclusive():
+        with self._table.lock:
             known = self._jobs.entries.get(job)
             if known is None:
                 return True
@@ -91,7 +91,7 @@ class JobClients:
 
     def expired(self) -> list[str]:
         """Return the jobs whose last process ended more than the TTL ago and whose shards have no reader."""
-        used = {slot.job for slot in self._table.slots() if slot.users}
+        used = {slot.job for slot in self._table.slots.all() if slot.users}
         now = self._table.clock()
         return [
             job
@@ -106,7 +106,7 @@ class JobClients:
 
         A job is not included within an hour (or the TTL, if shorter) after its last use.
         """
-        used = {slot.job for slot in self._table.slots() if slot.users or slot.lease is not None}
+        used = {slot.job for slot in self._table.slots.all() if slot.users or slot.lease is not None}
         idle = {
             job: known.last_seen_at
             for job, known in self._jobs.entries.items()
@@ -140,7 +140,7 @@ class JobClients:
 
     def expired_job(self, job: str) -> ExpiredJob | None:
         """Return when and why the job expired, or ``None`` if it did not expire or the record cannot be read."""
-        with self._table.exclusive():
+        with self._table.lock:
             try:
                 return self._table.metadata.get(EXPIRED_JOB_METADATA, validate_job_name(job), ExpiredJob)
             except (UnsupportedFormatError, ShardDamagedError) as error:
@@ -149,8 +149,8 @@ class JobClients:
 
     def idle_s(self) -> float:
         """Return the seconds since the last client left; 0 while a client is connected or a shard is stored."""
-        with self._table.exclusive():
-            if any(known.clients for known in self._jobs.entries.values()) or self._table.in_state(*SHARD_STATES):
+        with self._table.lock:
+            if any(known.clients for known in self._jobs.entries.values()) or self._table.slots.in_state(*SHARD_STATES):
                 return 0.0
             return self._table.clock() - max(
                 (known.last_seen_at for known in self._jobs.entries.values()), default=self._started

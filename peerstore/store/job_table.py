@@ -83,12 +83,12 @@ class JobTable:
 
     def names(self) -> list[str]:
         """Return the jobs that this node knows."""
-        with self._table.exclusive():
+        with self._table.lock:
             return sorted(self.entries)
 
     def versions(self, job: str) -> JobVersions:
         """Return a copy of the node's view of the job's versions."""
-        with self._table.exclusive():
+        with self._table.lock:
             return self._known(job).copy()
 
     def restore(self, job: str) -> None:
@@ -115,7 +115,7 @@ class JobTable:
 
     def _restore_owner(self, job: str, error: UnsupportedFormatError) -> None:
         """Restore only the job's owner from another release's metadata, so that older writers stay fenced."""
-        self._table.mark_unrecognized(JOB_METADATA + job, 0, str(error))
+        self._table.unrecognized.mark(JOB_METADATA + job, 0, str(error))
         try:
             owner = self._table.metadata.get(JOB_METADATA, job, JobOwnerMetadata)
         except UnsupportedFormatError:
@@ -129,15 +129,15 @@ class JobTable:
         The caller has counted the parts, or loaded the version.
         """
         known = self.get_or_create(job)
-        if not known.mark_committed(group, self._table.parts_here(job, group)):
+        if not known.mark_committed(group, self._table.slots.parts_here(job, group)):
             return False
-        known.prune(lambda old: self._table.parts_here(job, old))
+        known.prune(lambda old: self._table.slots.parts_here(job, old))
         self._save_and_notify(job)
         return True
 
     def abort_part(self, job: str, group: VersionId, part: int) -> bool:
         """Record that a writer of this node aborted its part of a version; return whether this is new."""
-        news = self.get_or_create(job).abort_part(group, part, self._table.parts_here(job, group))
+        news = self.get_or_create(job).abort_part(group, part, self._table.slots.parts_here(job, group))
         if news:
             self._save_and_notify(job)
         return news
@@ -155,7 +155,7 @@ class JobTable:
 
     def _save_and_notify(self, job: str) -> None:
         self.save(job)
-        self._table.notify_changed()
+        self._table.lock.notify_all()
 
     def drop_versions(self, job: str, groups: Collection[VersionId] | None) -> None:
         """Forget these versions (``None``: all), also committed ones."""
@@ -197,11 +197,11 @@ class JobTable:
         """Return the complete versions of ``jobs`` (``None``: all jobs), by the shards verified here."""
         return {
             job: self._committed(job)
-            for job in (self._table.jobs_with_shards() | self.entries.keys() if jobs is None else jobs)
+            for job in (self._table.slots.jobs_with_shards() | self.entries.keys() if jobs is None else jobs)
         }
 
     def _committed(self, job: str) -> set[VersionId]:
-        found = {group: shards for group, shards in self._table.versions(job).items() if shards.available_parts}
+        found = {group: shards for group, shards in self._table.slots.versions(job).items() if shards.available_parts}
         return self._known(job).committed_here(
             {group: shards.available_parts for group, shards in found.items()},
             {group: shards.total_parts for group, shards in found.items()},
@@ -236,14 +236,14 @@ class JobTable:
         """Record that every part of this version has its replicas; this implies that it is committed."""
         known = self.get_or_create(job)
         if known.mark_replicated(group):
-            known.mark_committed(group, self._table.parts_here(job, group))
-            known.prune(lambda old: self._table.parts_here(job, old))
+            known.mark_committed(group, self._table.slots.parts_here(job, group))
+            known.prune(lambda old: self._table.slots.parts_here(job, old))
             self._save_and_notify(job)
 
     def remove_if_empty(self, job: str) -> None:
         """Forget the job if it has no slots and no clients on this node."""
         known = self.entries.get(job)
-        if known is None or known.clients or self._table.slots_of_job(job):
+        if known is None or known.clients or self._table.slots.of_job(job):
             return
         self._table.metadata.remove(JOB_METADATA, job)
         self.entries.pop(job)
@@ -259,7 +259,7 @@ class JobTable:
             job=job,
             epoch=known.epoch,
             clients=len(known.clients),
-            versions=len({record.key.version_id for _, record in self._table.available_shards(job)}),
+            versions=len({record.key.version_id for _, record in self._table.slots.available_shards(job)}),
             newest_committed=newest.version if newest else None,
             expires_in_s=self.clients.expires_in_s(job),
             newest_replicated=known.replicated.version if known.requires_replication and known.replicated else None,

@@ -109,8 +109,8 @@ class LeaseManager:
         self, attempt: Callable[[], T | SlotsBusy | BudgetExceeded | None], deadline: float, job: str
     ) -> T:
         while True:
-            with self._table.exclusive():
-                self._table.check_open()
+            with self._table.lock:
+                self._table.lock.check_open()
                 found = attempt()
                 if found is not None and not isinstance(found, SlotsBusy | BudgetExceeded):
                     return found
@@ -118,7 +118,7 @@ class LeaseManager:
                     self._wait(found, deadline)
                     continue
             if not self._free_a_slot(job, self._table.clock() >= deadline):
-                with self._table.exclusive():
+                with self._table.lock:
                     self._wait(found, deadline)
 
     def _existing_lease(self, key: ShardKey, owner: ProcessIdentity) -> ArenaSlot | None:
@@ -126,7 +126,7 @@ class LeaseManager:
 
         An owner repeats it after a lost reply or a failed write.
         """
-        slot = self._table.slot_for_key(key)
+        slot = self._table.slots.for_key(key)
         if slot is None:
             return None
         if slot.lease is None:
@@ -135,7 +135,7 @@ class LeaseManager:
             raise RequestError(f"{key} is being written by process {slot.owner.pid}")
         if slot.state is not SlotState.LEASED:
             raise RequestError(f"{key} is being sealed")
-        if not self._table.is_intact(slot):
+        if not slot.is_intact(self._table.arena):
             self._table.drop_lost(slot)
             return None
         return slot
@@ -152,7 +152,7 @@ class LeaseManager:
         def decide_alone() -> SlotDecision | None:
             """Choose among the writer's slots and the free slots, without reading other shards."""
             return choose_own_slot(
-                self._table.views_for_writer(key.job, key.slot_part),
+                self._table.slots.views_for_writer(key.job, key.slot_part),
                 self._request(key, slot_bytes, parts, self._jobs.committed([key.job]), mending),
                 allocated_bytes=self._table.allocated_bytes,
             )
@@ -163,8 +163,8 @@ class LeaseManager:
                 self._table.evict(decision.drop)
                 return self._table.create(key.job, key.slot_part, slot_bytes), None
             if isinstance(decision, ReuseSlot):
-                slot = self._table.slot(decision.name)
-                if slot is not None and self._table.is_intact(slot):
+                slot = self._table.slots.get(decision.name)
+                if slot is not None and slot.is_intact(self._table.arena):
                     self._table.evict(decision.drop)
                     return self._free_if_sealed(slot), None
                 if slot is not None:
@@ -221,7 +221,7 @@ class LeaseManager:
     def _free_if_sealed(self, slot: ArenaSlot) -> ArenaSlot:
         if slot.record is not None:
             self._table.free(slot)
-            self._table.count("evicted")
+            self._table.incidents.count("evicted")
         return slot
 
     def _assign(self, slot: ArenaSlot, key: ShardKey, size_bytes: int, parts: int, owner: ProcessIdentity) -> Lease:
@@ -235,11 +235,11 @@ class LeaseManager:
             prefaulted_bytes=slot.prefaulted_bytes,
             slot_bytes=slot.size_bytes,
         )
-        self._table.count("leases")
+        self._table.incidents.count("leases")
         return self._table.assign(slot, lease, owner)
 
     def grow(self, lease_id: str, size_bytes: int, *, wait_s: float) -> Lease:
-        with self._table.exclusive():
+        with self._table.lock:
             job = self._writable(lease_id)[1].key.job
 
         def attempt() -> _Growth | SlotsBusy | BudgetExceeded | None:
@@ -267,13 +267,15 @@ class LeaseManager:
         slot = growth.slot
         try:
             self._copy(slot, larger)
-            with self._table.exclusive():
+            with self._table.lock:
                 if slot.lease is not growth.lease:
                     raise LeaseLostError(f"the lease of {growth.lease.key} was revoked while its slot grew")
                 return self._move(growth, larger)
         finally:
-            with self._table.exclusive():
-                self._table.end_move(slot, larger)
+            with self._table.lock:
+                self._table.resume_lease(slot, growth.lease)
+                if larger.state is SlotState.FILLING:
+                    self._table.drop(larger)
 
     def _copy(self, slot: ArenaSlot, larger: ArenaSlot) -> None:
         arena = self._table.arena
@@ -282,7 +284,7 @@ class LeaseManager:
                 copy_file_data(old, new)
         except OSError as error:
             raise ArenaFullError(f"cannot copy {slot.name} to the larger slot {larger.name}: {error}") from error
-        self._table.set_prefaulted(larger, slot.prefaulted_bytes)
+        larger.set_prefaulted(slot.prefaulted_bytes)
 
     def _move(self, growth: _Growth, larger: ArenaSlot) -> Lease:
         lease = msgspec.structs.replace(
@@ -293,7 +295,7 @@ class LeaseManager:
             prefaulted_bytes=larger.prefaulted_bytes,
         )
         self._table.move_lease(growth.slot, larger, lease, growth.owner)
-        self._table.count("grown")
+        self._table.incidents.count("grown")
         return lease
 
     def _choose_larger(self, slot: ArenaSlot, key: ShardKey, size_bytes: int) -> ArenaSlot | SlotsBusy | BudgetExceeded:
@@ -317,22 +319,25 @@ class LeaseManager:
 
     def open_slot(self, name: str) -> int:
         """Open the file of a leased or reserved slot for writing; the caller closes the descriptor."""
-        with self._table.exclusive():
-            slot = self._table.slot(name)
+        with self._table.lock:
+            slot = self._table.slots.get(name)
             if slot is None or (slot.use is SlotUse.SEALED and not slot.reserved):
                 raise LeaseLostError(f"{name} cannot be written: its lease expired or was fenced, or it is sealed")
-            if not self._table.is_intact(slot):
+            if not slot.is_intact(self._table.arena):
                 self._table.drop_lost(slot)
                 raise LeaseLostError(f"{name} was removed or truncated by another process")
-            return self._table.open(slot, writable=True)
+            try:
+                return self._table.arena.open(slot.name, writable=True)
+            except OSError as error:  # too many open files, most likely
+                raise UnavailableError(f"{slot.name} cannot be opened: {error}") from error
 
     def _writable(self, lease_id: str) -> tuple[ArenaSlot, Lease, ProcessIdentity]:
-        slot, done = self._table.slot_for_lease(lease_id)
+        slot, done = self._table.slots.for_lease(lease_id)
         while slot.state is not SlotState.LEASED and done is None:  # sealed or moved by an earlier, equal call
             if deadlines.expired():
                 raise UnavailableError(f"lease {lease_id} is still being sealed")
-            self._table.wait_for_change(deadlines.remaining_s(1.0))
-            slot, done = self._table.slot_for_lease(lease_id)
+            self._table.lock.wait(deadlines.remaining_s(1.0))
+            slot, done = self._table.slots.for_lease(lease_id)
         if slot.lease is None or slot.owner is None:
             raise RequestError(f"lease {lease_id} is sealed already")
         return slot, slot.lease, slot.owner
@@ -340,23 +345,23 @@ class LeaseManager:
     def _wait(self, refused: SlotsBusy | BudgetExceeded | None, deadline: float) -> None:
         """Wait up to one second for a change, or raise if waiting cannot help or the deadline has passed."""
         if isinstance(refused, BudgetExceeded):
-            self._table.count("leases_over_budget")
-            raise ArenaFullError(refused.reason + self._table.unrecognized_hint)
+            self._table.incidents.count("leases_over_budget")
+            raise ArenaFullError(refused.reason + self._table.unrecognized.hint)
         left = deadline - self._table.clock()
         if not left > 0:
-            self._table.count("leases_busy")
+            self._table.incidents.count("leases_busy")
             raise ArenaBusyError(refused.reason if refused else "no slot")
-        self._table.count("lease_waits")
-        self._table.wait_for_change(min(left, 1.0))
+        self._table.incidents.count("lease_waits")
+        self._table.lock.wait(min(left, 1.0))
 
     def relabel(self, lease_id: str, key: ShardKey) -> Lease:
-        with self._table.exclusive():
-            self._table.check_open()
+        with self._table.lock:
+            self._table.lock.check_open()
             slot, lease, owner = self._writable(lease_id)
             validate_shard_key(key, lease.size_bytes, lease.parts)
             if (key.job, key.part) != (lease.key.job, lease.key.part):
                 raise RequestError(f"cannot relabel the lease of {lease.key} to {key}: the job or the part differs")
-            if key != lease.key and self._table.slot_for_key(key) is not None:
+            if key != lease.key and self._table.slots.for_key(key) is not None:
                 raise RequestError(f"{key} exists already")
             relabeled = msgspec.structs.replace(lease, key=key)
             self._table.replace_lease(slot, relabeled, owner)  # a newer incarnation revokes other leases, not this one
@@ -368,17 +373,17 @@ class LeaseManager:
             return self._table.assign(slot, relabeled, owner)
 
     def release(self, lease_id: str) -> None:
-        with self._table.exclusive():
-            slot = self._table.leased_slot(lease_id)
+        with self._table.lock:
+            slot = self._table.slots.leased(lease_id)
             if slot is not None and slot.state is SlotState.LEASED:
                 self._table.release_lease(slot)
 
     def sweep(self, grace_s: float) -> None:
         """Revoke the leases of writers that have been disconnected for more than ``grace_s`` seconds."""
-        for slot in self._table.in_state(SlotState.LEASED):
+        for slot in self._table.slots.in_state(SlotState.LEASED):
             if slot.owner is not None and self._jobs.clients.disconnected_s(slot.owner) > grace_s:
                 self._table.revoke_lease(slot, "its writer is disconnected")
-        for slot in self._table.in_state(SlotState.REVOKED):  # its file could not be removed when the lease was revoked
+        for slot in self._table.slots.in_state(SlotState.REVOKED):  # the file could not be removed at that time
             try:
                 self._table.drop(slot)
             except OSError as error:
@@ -386,7 +391,7 @@ class LeaseManager:
 
     def restore(self, name: str, size_bytes: int, lease: Lease, owner: ProcessIdentity) -> None:
         """Adopt a slot that a killed agent had leased to a writer that may still run."""
-        before = self._table.leased_slot(lease.id)
+        before = self._table.slots.leased(lease.id)
         slot = self._table.adopt_lease(name, size_bytes, lease, owner)
         if before is not None:  # the agent was killed while the lease moved to a larger slot
             self._table.drop(min(before, slot, key=lambda one: one.size_bytes))
@@ -395,7 +400,8 @@ class LeaseManager:
         self._jobs.clients.disconnected_since.setdefault(owner, self._table.clock())
         self._jobs.incarnations.observe_epoch(lease.key)
         if lease.size_bytes > slot.size_bytes:
-            self._table.record_damage(lease.key.job, str(lease.key), f"its slot has only {slot.size_bytes} bytes")
+            reason = f"its slot has only {slot.size_bytes} bytes"
+            self._table.incidents.record_damage(lease.key.job, str(lease.key), reason)
             self._table.metadata.remove(LEASE_METADATA, slot.name)
             self._table.drop(slot)
 
@@ -412,14 +418,15 @@ class SlotPrefaulter:
         if not 0 <= part < MAX_PARTS_PER_VERSION or size_bytes < 0:
             raise RequestError(f"part {part} of job {job}: {size_bytes} bytes cannot be reserved")
         table = self._table
-        with table.exclusive():
-            table.check_open()
+        with table.lock:
+            table.lock.check_open()
             size_bytes = size_class(size_bytes)
-            mine = table.slots_of_writer(job, part)
+            mine = table.slots.of_writer(job, part)
             for slot in mine:
-                if slot.state is SlotState.FREE and not (slot_fits(slot.view, size_bytes) and table.is_intact(slot)):
+                fits = slot_fits(slot.view, size_bytes) and slot.is_intact(table.arena)
+                if slot.state is SlotState.FREE and not fits:
                     table.drop(slot)
-            mine = [slot for slot in mine if slot.name in table]
+            mine = [slot for slot in mine if slot.name in table.slots]
             allocated = table.allocated_bytes
             want = min(slots or table.limits.slots, table.limits.slots)
             while len(mine) < want and allocated + size_bytes <= table.limits.budget_bytes:
@@ -431,31 +438,31 @@ class SlotPrefaulter:
                 allocated += size_bytes
             free = [slot for slot in mine if slot.state is SlotState.FREE]
             sealed = [slot for slot in mine if slot.use is SlotUse.SEALED and slot_fits(slot.view, size_bytes)]
-            sealed = [slot for slot in sealed if table.is_intact(slot)]
+            sealed = [slot for slot in sealed if slot.is_intact(table.arena)]
             for slot in sealed:
-                table.mark_reserved(slot)
+                slot.mark_reserved()
             self._waiting.extend(slot.name for slot in free if slot.prefaulted_bytes < slot.size_bytes)
-            table.notify_changed()
+            table.lock.notify_all()
             return [SlotInfo(s.name, s.size_bytes, s.generation) for s in [*free, *sealed]]
 
     def run(self) -> None:
         """Allocate the pages of reserved slots, one slot after the other, until the store closes."""
         table = self._table
         while True:
-            with table.exclusive():
-                while not self._waiting and not table.closed:
-                    table.wait_for_change(None)
-                if table.closed:
+            with table.lock:
+                while not self._waiting and not table.lock.closed:
+                    table.lock.wait(None)
+                if table.lock.closed:
                     return
-                slot = table.slot(self._waiting.popleft())
+                slot = table.slots.get(self._waiting.popleft())
                 if slot is None or slot.state is not SlotState.FREE:
                     continue
                 size, warm = slot.size_bytes, slot.prefaulted_bytes
             try:
                 with closing_fd(table.arena.open(slot.name, writable=True)) as fd:
-                    reached = prefault_file(fd, size, lambda: table.closed, start=warm)
+                    reached = prefault_file(fd, size, lambda: table.lock.closed, start=warm)
             except (ArenaFullError, OSError, ValueError) as error:
                 log.warning("prefaulting %s stopped: %s", slot.name, error)
                 continue
-            with table.exclusive():
-                table.set_prefaulted(slot, reached)
+            with table.lock:
+                slot.set_prefaulted(reached)

@@ -95,7 +95,7 @@ class NodeStore:
         )
         self.arena_id = self.table.metadata.arena_id()
         self.start_id = secrets.token_hex(6)
-        with self.table.exclusive():
+        with self.table.lock:
             self._recovery.load_metadata()
         for record, reason in self._recovery.lost:
             self.listeners.on_shard_damaged(record.key, record, reason)
@@ -116,17 +116,17 @@ class NodeStore:
     def set_budget(self, budget: str) -> None:
         """Change the arena's budget, in bytes or as a share; raise :class:`RequestError` if it is 0."""
         size_bytes = parse_budget(StoreSettings(budget=budget).budget)
-        with self.table.exclusive():
+        with self.table.lock:
             self.table.set_budget(size_bytes)
 
     def epoch(self, job: str) -> int:
         """Return the newest epoch of ``job`` that this node knows; 0 if the job is unknown."""
-        with self.table.exclusive():
+        with self.table.lock:
             return self.jobs.incarnations.epoch(job)
 
     def claim(self, job: str, incarnation: str, *, at_least: int = 0) -> int:
         """Make ``incarnation`` the owner of ``job`` and return its epoch; a repeated claim changes nothing."""
-        with self.table.exclusive():
+        with self.table.lock:
             self.table.metadata.flush_pending()
             return self.jobs.incarnations.claim(job, incarnation, at_least)
 
@@ -173,7 +173,7 @@ class NodeStore:
         have expired since they were put. The lease stays valid then.
         """
         record = self._sealing.seal(lease_id, size_bytes, meta, blobs, self.listeners.on_shard_sealed)
-        with self.table.exclusive():
+        with self.table.lock:
             torn = self.jobs.is_aborted(record.key.job, record.key.version_id)
         if torn:  # another writer has aborted its part meanwhile
             self.removal.delete_versions(record.key.job, [record.key.version_id])
@@ -205,11 +205,11 @@ class NodeStore:
         then.
         """
         self._descriptors.check(f"reading {key}")
-        with self.table.exclusive():
+        with self.table.lock:
             try:
                 return self.reader.pin(key, owner or current_process())
             except ShardUnreadableError:
-                self.table.count("unreadable_reads")
+                self.table.incidents.count("unreadable_reads")
                 raise
             except ShardDamagedError as error:
                 damaged = error
@@ -232,8 +232,8 @@ class NodeStore:
         try:
             damaged = self.reader.damaged_chunks(record, path, chunks)
         except ShardUnreadableError:
-            with self.table.exclusive():
-                self.table.count("unreadable_reads")
+            with self.table.lock:
+                self.table.incidents.count("unreadable_reads")
             raise
         finally:
             held = self.unpin(pin)
@@ -255,7 +255,7 @@ class NodeStore:
         The version was loaded, or is durable, or all ranks of a job without connected agents have agreed on it. It
         counts as complete while none of its parts is lost here.
         """
-        with self.table.exclusive():
+        with self.table.lock:
             self.table.metadata.flush_pending()
             news = self.jobs.mark_committed(validate_job_name(job), group)
         if news:
@@ -263,7 +263,7 @@ class NodeStore:
 
     def abort_part(self, job: str, group: VersionId, part: int) -> None:
         """Record that the writer will never seal this part: every node deletes its shards of the version."""
-        with self.table.exclusive():
+        with self.table.lock:
             self.table.metadata.flush_pending()
             news = self.jobs.abort_part(validate_job_name(job), group, part)
         if news:
@@ -273,7 +273,7 @@ class NodeStore:
 
     def newest_committed(self, job: str) -> VersionId | None:
         """Return the newest committed version that lost no part on this node."""
-        with self.table.exclusive():
+        with self.table.lock:
             return max(self.jobs.committed([job])[job], default=None)
 
     def delete_versions(self, job: str, groups: list[VersionId] | None = None) -> int:
@@ -282,7 +282,7 @@ class NodeStore:
         Readers of the shards may finish. With ``None`` the record of an earlier expiry of the job is deleted as well.
         """
         if groups is None:
-            with self.table.exclusive():
+            with self.table.lock:
                 self.table.metadata.remove(EXPIRED_JOB_METADATA, validate_job_name(job))
         found = self.removal.delete_versions(job, groups)
         self.removal.drop_unused()
@@ -299,7 +299,7 @@ class NodeStore:
 
     def retain(self, job: str, group: VersionId, *, kept: bool = True) -> None:
         """Retain the version in memory even if newer ones are complete, or end that. The mark is persistent."""
-        with self.table.exclusive():
+        with self.table.lock:
             self.table.metadata.flush_pending()
             mark = self.jobs.get_or_create(validate_job_name(job)).new_retention_mark(
                 group, kept=kept, now_ns=time.time_ns()
@@ -335,8 +335,8 @@ class NodeStore:
     def take_ownership(self, key: ShardKey) -> None:
         """Make a shard of a dead node this node's own, so that this node drains it."""
         if self.replicas.set_holders(key, ()):
-            with self.table.exclusive():
-                _, record = self.table.find_shard(key)
+            with self.table.lock:
+                _, record = self.table.slots.find_shard(key)
             self.listeners.on_shard_sealed(record)
 
     # -- blobs ------------------------------------------------------------------------------------------------
@@ -363,7 +363,7 @@ class NodeStore:
 
     def client_disconnected(self, owner: ProcessIdentity, job: str) -> None:
         """Record that one of a client's connections closed."""
-        with self.table.exclusive():
+        with self.table.lock:
             last = self.jobs.clients.client_disconnected(owner, job)
         if last:
             self.listeners.on_client_left(owner, job)
@@ -371,12 +371,12 @@ class NodeStore:
 
     def drop_unrecognized(self, names: list[str] | None = None) -> int:
         """Drop unrecognized slots (``None``: all) and return their bytes."""
-        with self.table.exclusive():
-            return self.table.drop_unrecognized(names)
+        with self.table.lock:
+            return self.table.unrecognized.drop(names)
 
     def sweep(self) -> None:
         """Release the leases, pins and jobs of ended processes; the agent calls this periodically."""
-        with self.table.exclusive():
+        with self.table.lock:
             self._leasing.sweep(self._grace_s)
             self.reader.sweep(self._grace_s)
             expired, self._leasing.expired_jobs = self._leasing.expired_jobs, []
@@ -396,8 +396,8 @@ class NodeStore:
 
     def subscribe(self, listener: StoreListener) -> None:
         """Add a listener, and notify it of all damage and shards that exist already."""
-        with self.table.exclusive():
-            here = [(record, slot.holders) for slot, record in self.table.available_shards()]
+        with self.table.lock:
+            here = [(record, slot.holders) for slot, record in self.table.slots.available_shards()]
             damaged = self.listeners.add(listener)
         for record, reason in damaged:
             self.listeners.notify(
@@ -415,19 +415,20 @@ class NodeStore:
             )
 
     def status(self) -> StoreStatus:
-        with self.table.exclusive():
+        with self.table.lock:
+            counters = self.table.incidents.counters() | self._descriptors.counters()
             return StoreStatus(
                 self.table.status(self.reader.pins),
                 self.jobs.status(),
-                self.table.damage_reports(),
-                {**self.table.counters(), "listener_errors": self.listeners.errors, **self._descriptors.counters()},
+                self.table.incidents.damage_reports(),
+                {**counters, "listener_errors": self.listeners.errors},
                 self._recovery.unverified_count(),
-                self.table.unrecognized(),
+                self.table.unrecognized.find(),
             )
 
     def close(self) -> None:
         """Stop the threads; sealed shards stay in the arena for the next agent."""
-        self.table.close()
+        self.table.lock.close()
         for thread in self._background:
             thread.join()
         self._pool.shutdown()

@@ -58,8 +58,8 @@ class ReplicaStore:
         key = record.key
         if key.kind:
             raise RequestError(f"{key} is not a shard: every node makes its own parities")
-        with self._table.exclusive():
-            self._table.check_open()
+        with self._table.lock:
+            self._table.lock.check_open()
             if self._is_stored(record):
                 return None
             return self._lease(key, record.size_bytes, record.parts, whole=whole, owner=owner)
@@ -70,21 +70,21 @@ class ReplicaStore:
         """Return a slot for a parity that this node computes, or ``None`` if it is stored already."""
         if not key.kind:
             raise RequestError(f"{key} is a shard, not a parity")
-        with self._table.exclusive():
-            self._table.check_open()
-            slot = self._table.slot_for_key(key)
+        with self._table.lock:
+            self._table.lock.check_open()
+            slot = self._table.slots.for_key(key)
             if slot is not None and slot.available_shard is not None:
                 return None
             return self._lease(key, size_bytes, parts, whole=whole, owner=owner)
 
     def _lease(self, key: ShardKey, size_bytes: int, parts: int, *, whole: bool, owner: ProcessIdentity) -> Lease:
         self._check_fence(key, whole=whole)
-        if self._table.slot_for_key(key) is not None:
+        if self._table.slots.for_key(key) is not None:
             raise ShardPendingError(f"{key} is already being written, or not verified yet")
         return self._leasing.lease(key, size_bytes, parts, wait_s=0.0, owner=owner, copy=True)
 
     def _is_stored(self, record: ShardRecord) -> bool:
-        slot = self._table.slot_for_key(record.key)
+        slot = self._table.slots.for_key(record.key)
         if slot is None or slot.record is None:
             return False
         if slot.state in UNVERIFIED_STATES:
@@ -132,8 +132,8 @@ class ReplicaStore:
 
     def seal_replica(self, lease_id: str, record: ShardRecord, holders: tuple[str, ...]) -> None:
         """Seal a copy after the caller has compared every chunk with ``record``."""
-        with self._table.exclusive():
-            slot, _ = self._table.slot_for_lease(lease_id)
+        with self._table.lock:
+            slot, _ = self._table.slots.for_lease(lease_id)
             if slot.lease is None or slot.lease.key != record.key:
                 raise LeaseLostError(f"the lease of {record.key} was revoked while it was being copied")
             seal = SealMetadata(lease_id, record, holders)
@@ -141,11 +141,11 @@ class ReplicaStore:
             failpoint("replica.sealing")
             self._table.seal(slot, seal)
             if record.key.kind:
-                self._table.count("parities_created")
+                self._table.incidents.count("parities_created")
             else:
                 self.jobs.record_repaired_part(record.key.job, record.key.version_id, record.key.part)
-                self._table.count("replicas_received")
-                self._table.count("replica_bytes_received", record.size_bytes)
+                self._table.incidents.count("replicas_received")
+                self._table.incidents.count("replica_bytes_received", record.size_bytes)
             failpoint("replica.sealed")
             if self.jobs.is_aborted(record.key.job, record.key.version_id):  # while the copy was being received
                 self._removal.delete_versions(record.key.job, [record.key.version_id])
@@ -155,15 +155,15 @@ class ReplicaStore:
 
         Without holders the shard belongs to this node.
         """
-        with self._table.exclusive():
-            slot = self._table.slot_for_key(key)
+        with self._table.lock:
+            slot = self._table.slots.for_key(key)
             if slot is None or slot.available_shard is None:
                 return False
             if slot.holders != holders:
                 self._table.metadata.put(
                     SEAL_METADATA, slot.name, SealMetadata(slot.sealed_lease_id, slot.available_shard, holders)
                 )
-                self._table.set_holders(slot, holders)
+                slot.set_holders(holders)
             return True
 
     def merge_holders(self, key: ShardKey, holders: tuple[str, ...], *, me: str) -> None:
@@ -172,25 +172,25 @@ class ReplicaStore:
         Two nodes that considered each other dead may both own the shard and report this at the same time. If both
         applied the other's report, the shard would have no owner. So the node whose name sorts first does not.
         """
-        with self._table.exclusive():
-            slot = self._table.slot_for_key(key)
+        with self._table.lock:
+            slot = self._table.slots.for_key(key)
             if slot is not None and holders and (slot.holders or me > holders[0]):
                 self.set_holders(key, holders_to_store(me, holders))
 
     def list_shards(self, job: str | None) -> list[ShardInfo]:
         """Return the shards that are verified now, without waiting for the others."""
-        with self._table.exclusive():
-            return [self._shard_info(slot, record) for slot, record in self._table.available_shards(job)]
+        with self._table.lock:
+            return [self._shard_info(slot, record) for slot, record in self._table.slots.available_shards(job)]
 
     def list_parities(self, job: str) -> list[ShardRecord]:
         """Return the verified parities that this node stores for its group."""
-        with self._table.exclusive():
-            return [record for _, record in self._table.available_shards(job, parities=True)]
+        with self._table.lock:
+            return [record for _, record in self._table.slots.available_shards(job, parities=True)]
 
     def delete_parity(self, key: ShardKey) -> None:
         """Delete a parity that another parity replaces."""
-        with self._table.exclusive():
-            slot = self._table.slot_for_key(key) if key.kind else None
+        with self._table.lock:
+            slot = self._table.slots.for_key(key) if key.kind else None
             if slot is not None and slot.record is not None:
                 self._table.retire(slot)
 
@@ -206,10 +206,10 @@ class ReplicaStore:
         The sender can skip chunks that did not change. The caller closes the descriptor. The shard is not pinned, so
         the caller compares the bytes that it copies.
         """
-        with self._table.exclusive():
+        with self._table.lock:
             older = [
                 (slot, record)
-                for slot, record in self._table.available_shards(key.job)
+                for slot, record in self._table.slots.available_shards(key.job)
                 if record.key.part == key.part and record.key != key
             ]
             if not older:
@@ -222,7 +222,7 @@ class ReplicaStore:
 
     def apply_retention(self, job: str, said: tuple[RetentionMark, ...]) -> None:
         """Apply retention marks of another node."""
-        with self._table.exclusive():
+        with self._table.lock:
             try:
                 self.jobs.apply_retention(job, said)
             except RequestError as error:  # each node checks the limit when its own users retain a version
@@ -230,7 +230,7 @@ class ReplicaStore:
 
     def apply_decision(self, job: str, decided: CommitDecision) -> None:
         """Apply the commit leader's decision, from any sender."""
-        with self._table.exclusive():
+        with self._table.lock:
             if job in self.jobs.incarnations.managed:  # the shards of a managed job are removed by name only
                 return
             if decided.committed is not None and self.jobs.get_or_create(job).would_be_newest(decided.committed):

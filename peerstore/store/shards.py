@@ -50,7 +50,7 @@ class ShardSealer:
         sealed: Callable[[ShardRecord], None],
     ) -> ShardRecord:
         validate_meta(f"lease {lease_id}", meta)
-        with self._table.exclusive():
+        with self._table.lock:
             slot, done = self._begin(lease_id, size_bytes)
             if done is not None:
                 return done
@@ -64,7 +64,7 @@ class ShardSealer:
                 self._drop_if_lost(slot, lease)
                 raise
             failpoint("agent.hashed")
-            with self._table.exclusive():
+            with self._table.lock:
                 if slot.lease is not lease:
                     raise LeaseLostError(f"the lease of {lease.key} was revoked while it was being sealed")
                 lacking = sorted({*blobs} - {*self._table.blobs.list_names(lease.key.job)}) if blobs else []
@@ -72,8 +72,8 @@ class ShardSealer:
                     raise ShardNotFoundError(f"{lease.key} needs the blobs {', '.join(lacking)}, which this node lacks")
                 self._commit(slot, lease, record)
         finally:
-            with self._table.exclusive():
-                self._table.end_seal(slot)
+            with self._table.lock:
+                self._table.resume_lease(slot, lease)
         self._count(size_bytes, time.monotonic() - started)
         sealed(record)
         return record
@@ -83,13 +83,13 @@ class ShardSealer:
 
         Also return the record if an earlier, equal call sealed the slot.
         """
-        self._table.check_open()
-        slot, done = self._table.slot_for_lease(lease_id)
+        self._table.lock.check_open()
+        slot, done = self._table.slots.for_lease(lease_id)
         while slot.state is not SlotState.LEASED and done is None:
             if deadlines.expired():
                 raise UnavailableError(f"lease {lease_id} is still being sealed")
-            self._table.wait_for_change(deadlines.remaining_s(1.0))
-            slot, done = self._table.slot_for_lease(lease_id)
+            self._table.lock.wait(deadlines.remaining_s(1.0))
+            slot, done = self._table.slots.for_lease(lease_id)
         if done is not None or slot.lease is None:
             return slot, done
         self._jobs.incarnations.check_fence(slot.lease.key)
@@ -109,8 +109,8 @@ class ShardSealer:
 
     def _drop_if_lost(self, slot: ArenaSlot, lease: Lease) -> None:
         """Drop the slot if its file is not intact: this save is lost, and the next one gets another slot."""
-        with self._table.exclusive():
-            if slot.lease is lease and not self._table.is_intact(slot):
+        with self._table.lock:
+            if slot.lease is lease and not slot.is_intact(self._table.arena):
                 self._table.drop_lost(slot)
 
     def _commit(self, slot: ArenaSlot, lease: Lease, record: ShardRecord) -> None:
@@ -121,10 +121,10 @@ class ShardSealer:
         failpoint("agent.sealed")
 
     def _count(self, size_bytes: int, seconds: float) -> None:
-        with self._table.exclusive():
-            self._table.count("sealed")
-            self._table.count("sealed_bytes", size_bytes)
-            self._table.count("seal_seconds", seconds)
+        with self._table.lock:
+            self._table.incidents.count("sealed")
+            self._table.incidents.count("sealed_bytes", size_bytes)
+            self._table.incidents.count("seal_seconds", seconds)
 
 
 @contextlib.contextmanager
@@ -160,7 +160,7 @@ class ShardReader:
         return len(self._pins)
 
     def list_shards(self, job: str | None) -> list[ShardInfo]:
-        with self._table.exclusive():
+        with self._table.lock:
             self._wait_recovered(job)
             return [
                 ShardInfo(
@@ -172,18 +172,18 @@ class ShardReader:
                     record.key.version_id in self._jobs.get_or_create(record.key.job).committed,
                     slot.holders,
                 )
-                for slot, record in self._table.available_shards(job)
+                for slot, record in self._table.slots.available_shards(job)
             ]
 
     def records(self, job: str, group: VersionId) -> list[ShardRecord]:
-        with self._table.exclusive():
+        with self._table.lock:
             self._wait_recovered(job)
-            return [record for _, record in self._table.available_shards(job) if record.key.version_id == group]
+            return [record for _, record in self._table.slots.available_shards(job) if record.key.version_id == group]
 
     def pin(self, key: ShardKey, owner: ProcessIdentity) -> Pin:
-        with self._table.exclusive():
+        with self._table.lock:
             self._wait_recovered(key.job)
-            slot, record = self._table.find_shard(key)
+            slot, record = self._table.slots.find_shard(key)
             fd = self._open(slot, record)
             return Pin(self._add_pin(slot, owner), record, fd)
 
@@ -209,7 +209,7 @@ class ShardReader:
     def _add_pin(self, slot: ArenaSlot, owner: ProcessIdentity) -> str:
         pin = f"pin-{secrets.token_hex(8)}"
         self._pins[pin] = _PinEntry(slot.name, owner)
-        self._table.add_reader(slot, pin)
+        slot.add_user(pin)
         return pin
 
     def pin_unchecked(self, key: ShardKey, owner: ProcessIdentity) -> tuple[str, ShardRecord, str]:
@@ -217,15 +217,15 @@ class ShardReader:
 
         For callers that look for damage themselves.
         """
-        with self._table.exclusive():
+        with self._table.lock:
             self._wait_recovered(key.job)
-            slot, record = self._table.find_shard(key)
+            slot, record = self._table.slots.find_shard(key)
             return self._add_pin(slot, owner), record, self._table.arena.path(slot.name)
 
     def unpin(self, pin_id: str) -> bool:
-        with self._table.exclusive():
+        with self._table.lock:
             pin = self._pins.pop(pin_id, None)
-            slot = self._table.slot(pin.slot) if pin is not None else None
+            slot = self._table.slots.get(pin.slot) if pin is not None else None
             if slot is None or pin_id not in slot.users:
                 return False
             self._table.release_reader(slot, pin_id)
@@ -233,20 +233,20 @@ class ShardReader:
 
     def hold(self, key: ShardKey, name: str) -> ShardRecord:
         """Retain the shard's bytes under the hold ``name`` and return its record."""
-        with self._table.exclusive():
-            slot, record = self._table.find_shard(key)
-            self._table.add_reader(slot, f"hold-{name}")
+        with self._table.lock:
+            slot, record = self._table.slots.find_shard(key)
+            slot.add_user(f"hold-{name}")
             return record
 
     def release_hold(self, key: ShardKey, name: str) -> None:
-        with self._table.exclusive():
-            for slot in self._table.slots_with_shard(key):
+        with self._table.lock:
+            for slot in self._table.slots.with_shard(key):
                 if f"hold-{name}" in slot.users:
                     self._table.release_reader(slot, f"hold-{name}")
 
     def shard_path(self, key: ShardKey) -> str:
-        with self._table.exclusive():
-            for slot in self._table.slots_with_shard(key):
+        with self._table.lock:
+            for slot in self._table.slots.with_shard(key):
                 return self._table.arena.path(slot.name)
             raise ShardNotFoundError(f"{key} is not on this node")
 
@@ -282,9 +282,9 @@ class ShardReader:
         """Release the pins of readers that have been disconnected for more than ``grace_s`` seconds."""
         for pin_id, pin in list(self._pins.items()):
             if self._jobs.clients.disconnected_s(pin.owner) > grace_s:
-                slot = self._table.slot(pin.slot)
+                slot = self._table.slots.get(pin.slot)
                 if slot is not None and pin.owner.is_alive:
-                    self._table.forbid_reuse(slot)  # its reader may still read
+                    slot.forbid_reuse()  # its reader may still read
                 self.unpin(pin_id)
 
 
@@ -297,10 +297,10 @@ class ShardRemoval:
 
     def delete_versions(self, job: str, groups: Sequence[VersionId] | None) -> int:
         """Delete the shards of these versions (``None``: of all) and return their number; readers may finish."""
-        with self._table.exclusive():
+        with self._table.lock:
             found = [
                 (slot, slot.record)
-                for slot in self._table.slots_of_job(job)
+                for slot in self._table.slots.of_job(job)
                 if slot.record is not None and slot.state is not SlotState.RETIRED
                 if groups is None or slot.record.key.version_id in groups
             ]
@@ -316,7 +316,7 @@ class ShardRemoval:
 
         The job's newest version and the reason stay recorded.
         """
-        with self._table.exclusive():
+        with self._table.lock:
             log.warning("job %s: dropping its shards: %s", job, reason)
             self._jobs.clients.record_expiry(job, reason)
             self.delete_versions(job, None)
@@ -327,15 +327,15 @@ class ShardRemoval:
         The jobs' metadata stays.
         """
         clients = self._jobs.clients
-        with self._table.exclusive():
-            free = [slot for slot in self._table.in_state(SlotState.FREE) if not clients.has_clients(slot.job)]
-            held = {slot.job for slot in self._table.in_state(*SHARD_STATES)} if free else set()
+        with self._table.lock:
+            free = [slot for slot in self._table.slots.in_state(SlotState.FREE) if not clients.has_clients(slot.job)]
+            held = {slot.job for slot in self._table.slots.in_state(*SHARD_STATES)} if free else set()
             for slot in free:
                 if slot.job not in held and clients.unused_s(slot.job) > unused_s:
                     self._table.drop(slot)
 
     def _drop_job(self, job: str) -> None:
-        for slot in self._table.slots_of_job(job):
+        for slot in self._table.slots.of_job(job):
             if slot.state is SlotState.FREE:
                 self._table.drop(slot)
         self._table.blobs.remove_all(job)
@@ -343,12 +343,12 @@ class ShardRemoval:
 
     def drop_damaged(self, key: ShardKey, reason: str) -> ShardRecord | None:
         """Drop the shard, and mark its part as lost; return the record, or ``None`` if it is not stored here."""
-        with self._table.exclusive():
-            slot = self._table.slot_for_key(key)
+        with self._table.lock:
+            slot = self._table.slots.for_key(key)
             if slot is None or slot.record is None:
                 return None
             record = slot.record
-            self._table.record_damage(key.job, str(key), reason)
+            self._table.incidents.record_damage(key.job, str(key), reason)
             self._drop(slot)
             if not key.kind:
                 self._jobs.record_lost_part(key.job, key.version_id, key.part)

@@ -16,6 +16,7 @@ it is. A change that older agents must not touch raises the format, and those ag
 from __future__ import annotations
 
 import contextlib
+import logging
 import secrets
 from pathlib import Path
 from typing import TypeVar
@@ -40,6 +41,7 @@ SEAL_METADATA, LEASE_METADATA, JOB_METADATA, EXPIRED_JOB_METADATA = "seal.", "le
 METADATA_FORMAT = 2
 OLDEST_METADATA_FORMAT = 2
 """Metadata of an older format has other fields: it is kept and listed as unrecognized."""
+log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
@@ -156,6 +158,13 @@ class MetadataStore:
     def remove(self, kind: str, name: str) -> None:
         self._arena.remove_metadata(kind + name)
         self._pending.pop(kind + name, None)
+
+    def remove_replaced(self, kind: str, name: str) -> None:
+        """Remove metadata that other metadata has replaced; a failure is harmless."""
+        try:
+            self.remove(kind, name)
+        except OSError as error:
+            log.warning("metadata %s%s was not removed: %s", kind, name, error)
 
     def list_names(self, kind: str) -> list[str]:
         return [note.removeprefix(kind) for note in self._arena.list_metadata(kind)]

@@ -22,12 +22,14 @@ from __future__ import annotations
 
 import enum
 from collections import Counter
-from collections.abc import Callable, Hashable, KeysView, Mapping
+from collections.abc import Callable, Hashable, Iterator, KeysView, Mapping
 from dataclasses import dataclass, field
 from typing import TypeVar
 
 from peerstore.daemon_process import ProcessIdentity
+from peerstore.errors import LeaseLostError, ShardNotFoundError
 from peerstore.shard_records import Lease, ShardKey, ShardRecord, VersionId
+from peerstore.store.arena import Arena
 from peerstore.store.slot_eviction import SlotUse, SlotView
 
 SLOT_PREFIX = "slot."
@@ -121,6 +123,30 @@ class ArenaSlot:
         """The shard, if it is sealed and verified."""
         return self.record if self.state is SlotState.SEALED else None
 
+    def is_intact(self, arena: Arena) -> bool:
+        """Return whether the slot's file in ``arena`` exists with the slot's size."""
+        try:
+            return arena.size(self.name) == self.size_bytes
+        except FileNotFoundError:
+            return False
+
+    def add_user(self, user: str) -> None:
+        """Pin the shard for a reader or an upload."""
+        self.users.add(user)
+
+    def set_holders(self, holders: tuple[str, ...]) -> None:
+        self.holders = holders
+
+    def mark_reserved(self) -> None:
+        self.reserved = True
+
+    def forbid_reuse(self) -> None:
+        self.reusable = False
+
+    def set_prefaulted(self, size_bytes: int) -> None:
+        """Record that the first ``size_bytes`` have pages."""
+        self.prefaulted_bytes = max(self.prefaulted_bytes, min(size_bytes, self.size_bytes))
+
     @property
     def view(self) -> SlotView:
         record = self.record if self.state is not SlotState.RETIRED else None
@@ -185,37 +211,118 @@ class VersionShards:
 
 
 class SlotIndexes:
-    """The table's slots by name, state, key, lease, job, writer and version."""
+    """The table's slots, found by name, state, key, lease, job, writer or version."""
 
     def __init__(self) -> None:
-        self.names: dict[str, ArenaSlot] = {}
-        self.states: _Index[SlotState] = _Index()
-        self.keys: _Index[ShardKey] = _Index()
-        """Slots that hold or will hold a shard, without retired slots."""
-        self.shards: _Index[ShardKey] = _Index()
-        """Slots that hold a shard, including retired slots."""
-        self.leases: _Index[str] = _Index()
-        self.jobs: _Index[str] = _Index()
-        self.writers: _Index[tuple[str, int]] = _Index()
-        self.versions: dict[str, dict[VersionId, VersionShards]] = {}
         self.size_bytes = 0
+        """Size of all slots."""
+        self._names: dict[str, ArenaSlot] = {}
+        self._states: _Index[SlotState] = _Index()
+        self._keys: _Index[ShardKey] = _Index()
+        """Slots that hold or will hold a shard, without retired slots."""
+        self._shards: _Index[ShardKey] = _Index()
+        """Slots that hold a shard, including retired slots."""
+        self._leases: _Index[str] = _Index()
+        self._jobs: _Index[str] = _Index()
+        self._writers: _Index[tuple[str, int]] = _Index()
+        self._versions: dict[str, dict[VersionId, VersionShards]] = {}
+
+    # -- lookups --------------------------------------------------------------------------------------------------
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._names
+
+    def __getitem__(self, name: str) -> ArenaSlot:
+        return self._names[name]
+
+    def get(self, name: str) -> ArenaSlot | None:
+        return self._names.get(name)
+
+    def all(self) -> list[ArenaSlot]:
+        return list(self._names.values())
+
+    def in_state(self, *states: SlotState) -> list[ArenaSlot]:
+        return [slot for state in states for slot in self._states.all(state)]
+
+    def of_job(self, job: str) -> list[ArenaSlot]:
+        return self._jobs.all(job)
+
+    def of_writer(self, job: str, part: int) -> list[ArenaSlot]:
+        return self._writers.all((job, part))
+
+    def views_for_writer(self, job: str, part: int) -> list[SlotView]:
+        """Return the writer's own slots, and all free slots."""
+        mine = self._writers.get((job, part), {})
+        free = self._states.get(SlotState.FREE, {})
+        return [slot.view for slot in (mine | free).values()]
+
+    def available_shards(
+        self, job: str | None = None, *, parities: bool = False
+    ) -> Iterator[tuple[ArenaSlot, ShardRecord]]:
+        """Yield the verified shards (of ``job``), or only the parities."""
+        for slot in self.all() if job is None else self.of_job(job):
+            record = slot.available_shard
+            if record is not None and bool(record.key.kind) is parities:
+                yield slot, record
+
+    def versions(self, job: str) -> Mapping[VersionId, VersionShards]:
+        """Return the job's versions with shards on this node."""
+        return self._versions.get(job, {})
+
+    def jobs_with_shards(self) -> KeysView[str]:
+        return self._versions.keys()
+
+    def parts_here(self, job: str, version_id: VersionId) -> tuple[int, ...]:
+        """Return the version's parts with a shard on this node, verified or not."""
+        found = self.versions(job).get(version_id)
+        return tuple(sorted(found.parts)) if found is not None else ()
+
+    def find_shard(self, key: ShardKey) -> tuple[ArenaSlot, ShardRecord]:
+        for slot in self._keys.all(key):
+            record = slot.available_shard
+            if record is not None:
+                return slot, record
+        raise ShardNotFoundError(f"{key} is not on this node")
+
+    def with_shard(self, key: ShardKey) -> list[ArenaSlot]:
+        """Return the slots with this shard, including retired slots."""
+        return self._shards.all(key)
+
+    def for_key(self, key: ShardKey) -> ArenaSlot | None:
+        """Return the slot that holds or will hold ``key``."""
+        return self._keys.first(key)
+
+    def for_lease(self, lease_id: str) -> tuple[ArenaSlot, ShardRecord | None]:
+        """Return the slot of a lease, and the shard if it is already sealed."""
+        slot = self._leases.first(lease_id)
+        if slot is None:
+            raise LeaseLostError(
+                f"lease {lease_id} is not known: it expired, was fenced, or its slot has another lease"
+            )
+        return slot, slot.available_shard
+
+    def leased(self, lease_id: str) -> ArenaSlot | None:
+        """Return the slot of a lease that is not sealed yet."""
+        return next((slot for slot in self._leases.all(lease_id) if slot.lease is not None), None)
+
+    # -- changes --------------------------------------------------------------------------------------------------
 
     def add(self, slot: ArenaSlot) -> None:
-        self.names[slot.name] = slot
+        self._names[slot.name] = slot
         self.size_bytes += slot.size_bytes
         for index, key in self._entries(slot):
             index.put(key, slot)
         self._count_shard(slot, 1)
 
     def remove(self, slot: ArenaSlot) -> None:
-        del self.names[slot.name]
+        del self._names[slot.name]
         self.size_bytes -= slot.size_bytes
         for index, key in self._entries(slot):
             index.remove(key, slot)
         self._count_shard(slot, -1)
 
     def update(self, slot: ArenaSlot, change: Callable[[], None]) -> None:
-        """Apply the change and index the slot by its new fields; its position in ``names`` stays."""
+        """Apply the change and index the slot by its new fields; its position in :meth:`all` stays."""
         for index, key in self._entries(slot):
             index.remove(key, slot)
         self._count_shard(slot, -1)
@@ -228,18 +335,18 @@ class SlotIndexes:
 
     def _entries(self, slot: ArenaSlot) -> list[tuple[_Index[object], object]]:
         found: list[tuple[object, object]] = [
-            (self.states, slot.state),
-            (self.jobs, slot.job),
-            (self.writers, (slot.job, slot.part)),
+            (self._states, slot.state),
+            (self._jobs, slot.job),
+            (self._writers, (slot.job, slot.part)),
         ]
         if slot.lease is not None:
-            found += [(self.keys, slot.lease.key), (self.leases, slot.lease.id)]
+            found += [(self._keys, slot.lease.key), (self._leases, slot.lease.id)]
         if slot.record is not None:
-            found.append((self.shards, slot.record.key))
+            found.append((self._shards, slot.record.key))
             if slot.state is not SlotState.RETIRED:
-                found.append((self.keys, slot.record.key))
+                found.append((self._keys, slot.record.key))
         if slot.state is SlotState.SEALED:
-            found.append((self.leases, slot.sealed_lease_id))
+            found.append((self._leases, slot.sealed_lease_id))
         return found  # type: ignore[return-value]
 
     def _count_shard(self, slot: ArenaSlot, by: int) -> None:
@@ -247,10 +354,10 @@ class SlotIndexes:
         if record is None or record.key.kind:
             return
         job, version_id = record.key.job, record.key.version_id
-        versions = self.versions.setdefault(job, {})
+        versions = self._versions.setdefault(job, {})
         shards = versions.setdefault(version_id, VersionShards())
         shards.add(record, by, available=slot.state is SlotState.SEALED)
         if not shards.parts:
             del versions[version_id]
         if not versions:
-            del self.versions[job]
+            del self._versions[job]

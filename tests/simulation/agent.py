@@ -65,9 +65,9 @@ class SimulatedAgent:
         self.sealing = SimulatedSealing(self.shelf, self.jobs, None)  # type: ignore[arg-type]
         self.copies = ReplicaStore(self.shelf, self.jobs, self.leasing, self.keeping)
         self.adoption = CrashRecovery(self.shelf, self.jobs, self.leasing)
-        with self.shelf.exclusive():
+        with self.shelf.lock:
             self.adoption.load_metadata()
-            for slot in self.shelf.in_state(SlotState.LEASED):
+            for slot in self.shelf.slots.in_state(SlotState.LEASED):
                 if slot.owner == COPIER:
                     self.shelf.revoke_lease(slot, "the agent that received this copy has ended")
         self.members = SwimMembership(machine.node, int((1e9 + self.clock()) * 1e6), world.membership, seed=world.seed)
@@ -318,19 +318,19 @@ class SimulatedAgent:
 
     def sealed(self, key: ShardKey) -> None:
         """Delete the version if it was aborted, as the store does after each seal."""
-        with self.shelf.exclusive():
+        with self.shelf.lock:
             if self.jobs.is_aborted(JOB, key.version_id):
                 self.keeping.delete_versions(JOB, [key.version_id])
         self.wake()
 
     def mark_committed(self, group: VersionId) -> None:
-        with self.shelf.exclusive():
+        with self.shelf.lock:
             changed = self.jobs.mark_committed(JOB, group)
         if changed:
             self.wake()
 
     def abort_part(self, key: ShardKey) -> None:
-        with self.shelf.exclusive():
+        with self.shelf.lock:
             aborted = self.jobs.abort_part(JOB, key.version_id, key.part)
             if aborted:
                 self.keeping.delete_versions(JOB, [key.version_id])
@@ -347,7 +347,7 @@ class SimulatedAgent:
         )
 
     def read(self, key: ShardKey) -> tuple[ShardRecord, bytes]:
-        slot, record = self.shelf.find_shard(key)
+        slot, record = self.shelf.slots.find_shard(key)
         return record, bytes(self.machine.arena.bytes[slot.name])
 
     def verify(self, key: ShardKey) -> bool:

@@ -187,7 +187,7 @@ class LargeRestore(SimulatedRestore):
         nodes, silent = self._inventories[agent.name]
         facts, sources = peer_tier(agent, nodes, silent).holders_of_parts(JOB, group)
         here = {
-            fact.key.part: agent.shelf.find_shard(fact.key)[1]
+            fact.key.part: agent.shelf.slots.find_shard(fact.key)[1]
             for fact in nodes[agent.name].shards
             if fact.key.version_id == group
         }

@@ -246,7 +246,7 @@ class SimulatedParityReplicator(Replicator):
     def _records(self, request: GetShardRecords) -> list[ShardRecord]:
         return [
             record
-            for _, record in self._agent.shelf.available_shards("job")
+            for _, record in self._agent.shelf.slots.available_shards("job")
             if record.key.version_id == request.version_id
         ]
 

@@ -133,12 +133,12 @@ class OutgoingTransfer:
 
     def begin(self, task: ReplicationTask, look: ReplicationView) -> None:
         try:
-            self._slot, self._record = self._agent.shelf.find_shard(task.key)
+            self._slot, self._record = self._agent.shelf.slots.find_shard(task.key)
         except ShardNotFoundError:
             self._agent.wake()
             return
         self._task, self._transfer, self._is_retry = task, "", False
-        self._agent.shelf.add_reader(self._slot, "push")
+        self._slot.add_user("push")
         self._target_generation, self._base = look.generation_of(task.target), look.resume_point
         fact = next(fact for fact in look.shards if fact.key == task.key)
         offer = OfferReplica(
@@ -198,6 +198,6 @@ class OutgoingTransfer:
     def _end(self) -> None:
         assert self._slot is not None
         self._task = None
-        with self._agent.shelf.exclusive():
+        with self._agent.shelf.lock:
             self._agent.shelf.release_reader(self._slot, "push")
         self._agent.wake()

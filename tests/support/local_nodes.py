@@ -85,7 +85,7 @@ class LocalNode:
         """Stop its agent, leaving its directory."""
         if self.is_open:
             self.is_open = False
-            self.store.table.close()
+            self.store.table.lock.close()
             self.node_peers.close()
             self.store.close()
 

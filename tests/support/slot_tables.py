@@ -11,13 +11,13 @@ from peerstore.store.slots import SlotState
 
 def assert_indexes_match(table: SlotTable) -> None:
     """Assert that each index lists the slots that a scan over all slots finds."""
-    indexes = table._slots
+    indexes = table.slots
     by_scan: dict[str, dict[Any, set[str]]] = {
         name: defaultdict(set) for name in ("states", "keys", "shards", "leases", "jobs", "writers")
     }
     parts: dict[Any, set[int]] = defaultdict(set)
     available: dict[Any, set[int]] = defaultdict(set)
-    for slot in table.slots():
+    for slot in table.slots.all():
         by_scan["states"][slot.state].add(slot.name)
         by_scan["jobs"][slot.job].add(slot.name)
         by_scan["writers"][slot.job, slot.part].add(slot.name)
@@ -36,8 +36,8 @@ def assert_indexes_match(table: SlotTable) -> None:
             if not key.kind:
                 parts[key.job, key.version_id].add(key.part)
     for name, found in by_scan.items():
-        assert {key: set(named) for key, named in getattr(indexes, name).items()} == found, name
-    versions = {(job, one): shards for job, known in indexes.versions.items() for one, shards in known.items()}
+        assert {key: set(named) for key, named in getattr(indexes, f"_{name}").items()} == found, name
+    versions = {(job, one): shards for job, known in indexes._versions.items() for one, shards in known.items()}
     assert {key: set(shards.parts) for key, shards in versions.items()} == parts
     assert {key: set(shards.available_parts) for key, shards in versions.items() if shards.available_parts} == available
-    assert indexes.size_bytes == sum(slot.size_bytes for slot in table.slots())
+    assert indexes.size_bytes == sum(slot.size_bytes for slot in table.slots.all())

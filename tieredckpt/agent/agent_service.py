@@ -254,7 +254,14 @@ class NodeAgentService(StoreListener):
         if expired is not None and any(one.candidate.is_complete and one.saved_ns > expired.at_ns for one in inventory):
             expired = None  # the job has saved a complete step since
         return StepInventory(
-            inventory, unreachable, plain_steps, known, newest, expired, aborted, self.store.table.unrecognized(job=job)
+            inventory,
+            unreachable,
+            plain_steps,
+            known,
+            newest,
+            expired,
+            aborted,
+            self.store.table.unrecognized.find(job=job),
         )
 
     def describe_step(self, job: str, group: VersionId) -> StepDescription:

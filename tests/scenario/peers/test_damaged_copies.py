@@ -164,8 +164,8 @@ def test_path_that_damages_everything_makes_no_copy_and_is_reported(nodes):
 
 def falsify_checksums(node):
     """Replace the checksums in a node's record of its copy."""
-    with node.store.table.exclusive():
-        slot, record = node.store.table.find_shard(V1)
+    with node.store.table.lock:
+        slot, record = node.store.table.slots.find_shard(V1)
         sums = bytes(byte ^ 0x55 for byte in record.checksums)
         slot.record = msgspec.structs.replace(record, checksums=sums)
 

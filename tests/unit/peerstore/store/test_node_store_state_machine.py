@@ -230,7 +230,7 @@ class StoreLife(RuleBasedStateMachine):
     @invariant()
     def the_indexes_match_the_slots(self):
         if self.store is not None:
-            with self.store.table.exclusive():
+            with self.store.table.lock:
                 assert_indexes_match(self.store.table)
 
     @invariant()

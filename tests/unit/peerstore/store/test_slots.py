@@ -77,7 +77,7 @@ def test_slots_change_only_as_drawn_and_stay_indexed(steps):
             assert slot.state is before
         assert (slot.lease is not None) == (slot.state in LEASE_STATES)
         assert (slot.record is not None) == (slot.state in SHARD_STATES)
-        assert (slot.name in table) == (slot.state not in (SlotState.NEW, SlotState.REMOVED))
+        assert (slot.name in table.slots) == (slot.state not in (SlotState.NEW, SlotState.REMOVED))
         assert_indexes_match(table)
 
 
@@ -86,11 +86,26 @@ def test_slots_retired_shard_leaves_its_key_to_a_new_slot():
     old, new = (ArenaSlot(f"s{number}", number, 8, 0, "job", 0) for number in (0, 2))
     for state in (SlotState.FREE, SlotState.LEASED, SlotState.SEALED, SlotState.RETIRED):
         change(table, old, state, 1)
-    assert table.slot_for_key(shard_key(1)) is None
+    assert table.slots.for_key(shard_key(1)) is None
     for state in (SlotState.FREE, SlotState.LEASED, SlotState.SEALED):
         change(table, new, state, 1)
-    assert table.slot_for_key(shard_key(1)) is new
-    assert table.slots_with_shard(shard_key(1)) == [old, new]
+    assert table.slots.for_key(shard_key(1)) is new
+    assert table.slots.with_shard(shard_key(1)) == [old, new]
+
+
+def test_slots_end_of_an_earlier_seal_does_not_disturb_a_later_one():
+    table = new_table()
+    slot = ArenaSlot("s0", 0, 8, 0, "job", 0)
+    for state in (SlotState.FREE, SlotState.LEASED, SlotState.SEALING):
+        change(table, slot, state, 1)
+    earlier = slot.lease
+    for state in (SlotState.SEALED, SlotState.FREE, SlotState.LEASED, SlotState.SEALING):
+        change(table, slot, state, 2)
+    with table.lock:
+        table.resume_lease(slot, earlier)
+        assert slot.state is SlotState.SEALING
+        table.resume_lease(slot, slot.lease)
+    assert slot.state is SlotState.LEASED
 
 
 @pytest.mark.parametrize("shards", [8, 64])

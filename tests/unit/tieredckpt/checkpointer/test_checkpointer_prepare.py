@@ -231,7 +231,7 @@ def test_first_save_that_another_rank_fails_releases_its_slot(node, monkeypatch)
             saved = ckpt.save(state_at(0), 0)
         assert saved.state is SaveState.FAILED
         assert "rank 1 has no slot" in str(saved.error)
-        assert [slot.lease for slot in node.store.table.slots() if slot.lease] == []
+        assert [slot.lease for slot in node.store.table.slots.all() if slot.lease] == []
         assert node.store.list_shards("job") == []
         assert ckpt.save(state_at(1), 1).wait(timeout_s=WAIT_S) is SaveState.SEALED
         state = zeros_like_state(state_at(1))
