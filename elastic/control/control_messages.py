@@ -27,7 +27,7 @@ import msgspec
 
 from elastic.control.control_plane import ControlNotice, LeaveStage, NoticeKind, RankAssignment, RankProgress
 from elastic.fault_injection.fault_spec import FaultInjection
-from elastic.world.world_state import ErrorPosition, RequestedStep, SealedStep, WorldPhase
+from elastic.world.world_state import ErrorPosition, ReachedStep, RequestedStep, SealedStep, WorldPhase
 from peerstore.errors import ProtocolError
 from peerstore.membership.topology import PeerNode
 from peerstore.message_codec import decode_message
@@ -182,8 +182,8 @@ class WorldSpec(msgspec.Struct, frozen=True):
     Set until a world of the run has sealed a step."""
     incarnation_epoch: NonNegativeInt = 0
     """Least epoch of incarnations that begin in this world, above those of all earlier worlds."""
-    reached_step: NonNegativeIntOrMinusOne = -1
-    """Newest step that any rank of an earlier world is known to have sealed, or -1."""
+    reached: ReachedStep | None = None
+    """Newest step that any rank of an earlier world is known to have sealed."""
 
 
 class WorldRecord(msgspec.Struct, frozen=True):

@@ -19,7 +19,7 @@ from typing import Protocol
 import msgspec
 
 from elastic.errors import PolicyError
-from elastic.world.world_state import ErrorPosition, RequestedStep, SealedStep
+from elastic.world.world_state import ErrorPosition, ReachedStep, RequestedStep, SealedStep
 from peerstore.shard_records import NonNegativeIntOrMinusOne
 
 
@@ -93,8 +93,8 @@ class RankAssignment(msgspec.Struct, frozen=True):
     """The only step that this world may restore: the run's command line requests it."""
     incarnation_epoch: int = 0
     """Least epoch of incarnations that begin in this world; 0 if its ranks must agree on one."""
-    reached_step: int = -1
-    """Newest step that any rank of an earlier world is known to have sealed, or -1."""
+    reached: ReachedStep | None = None
+    """Newest step that any rank of an earlier world is known to have sealed."""
 
 
 class RankProgress(msgspec.Struct, frozen=True):
@@ -108,6 +108,8 @@ class RankProgress(msgspec.Struct, frozen=True):
     """Whether the rank is outside of steps and will not begin one, so that hang limits do not apply."""
     has_sealed: bool = False
     """Whether this rank has sealed a step in this world."""
+    job: str = ""
+    """Checkpoint job of the step ``sealed``."""
 
 
 class ControlPlane(Protocol):

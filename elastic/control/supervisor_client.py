@@ -112,7 +112,7 @@ class SupervisorClient:
         with self._changed:
             self._is_outside = True
             if self._progress is not None:  # the world's steps are over, its sealed step remains
-                self._progress = RankProgress(-1, self._progress.sealed)
+                self._progress = RankProgress(-1, self._progress.sealed, job=self._progress.job)
             self._send_status(phase=RankPhase.READY)
             deadline = self._deadline(timeout_s)
             while True:

@@ -11,7 +11,7 @@ from elastic.control.control_messages import NodeStatus, PauseOrder, WorldRecord
 from elastic.coordinator.node_liveness import NodeLiveness, NodeRecord, is_superseded_generation
 from elastic.coordinator.node_reports import WorldProgress
 from elastic.rendezvous.store_servers import ROOTLESS, store_nodes
-from elastic.world.world_state import PauseWorld, RankLost, StepSealed, WorldPhase, WorldState
+from elastic.world.world_state import PauseWorld, RankLost, ReachedStep, StepSealed, WorldPhase, WorldState
 
 log = logging.getLogger(__name__)
 replace = msgspec.structs.replace
@@ -35,15 +35,14 @@ class FormedWorld:
         return () if self.progress is None else self.progress.places
 
     @property
-    def reached_step(self) -> int:
-        """The newest step that any rank of this or an earlier world is known to have sealed, or -1.
+    def reached(self) -> ReachedStep | None:
+        """The newest step that any rank of this or an earlier world is known to have sealed.
 
         It may be older than a step of an earlier world, if this world has restored a still older one.
         """
         if self.spec is None or self.progress is None:
-            return -1
-        sealed = self.progress.newest_sealed
-        return sealed if sealed >= 0 else self.spec.reached_step
+            return None
+        return self.progress.newest_sealed or self.spec.reached
 
     def form(self, spec: WorldSpec, reports: Iterable[NodeStatus]) -> None:
         """Start with a new world, and count the reports that its nodes have sent."""

@@ -18,6 +18,7 @@ from elastic.world.world_state import (
     NodesPreempted,
     RankFault,
     RankLost,
+    ReachedStep,
     RejoinReport,
     ResizeRequested,
     SealedStep,
@@ -151,8 +152,8 @@ class WorldProgress:
         """Node rank of each node of the world."""
         self._reports: dict[str, _NodeProgress] = {}
         """Progress of the nodes that have reported this world."""
-        self.newest_sealed = -1
-        """Newest step that any rank has sealed in this world, or -1. It remains if the rank's node is lost."""
+        self.newest_sealed: ReachedStep | None = None
+        """Newest step that any rank has sealed in this world. It remains if the rank's node is lost."""
         self._sealed: Counter[int] = Counter()
         self._least: int | None = None
         self._without_target = 0
@@ -190,8 +191,10 @@ class WorldProgress:
         if status.world is None or status.world.epoch != self.epoch:
             return
         sealed = min((-1 if one is None else one.sealed for one in status.rank_progress), default=None)
-        here = [one.sealed for one in status.rank_progress if one is not None and one.has_sealed]
-        self.newest_sealed = max([self.newest_sealed, *here])
+        for one in status.rank_progress:
+            newest = -1 if self.newest_sealed is None else self.newest_sealed.step
+            if one is not None and one.has_sealed and one.sealed > newest:
+                self.newest_sealed = ReachedStep(one.job, one.sealed)
         has_sealed = bool(status.rank_progress) and all(one and one.has_sealed for one in status.rank_progress)
         self._reports[status.node] = progress = _NodeProgress(sealed, status.paused, status.finished, has_sealed)
         self._count(progress, 1)

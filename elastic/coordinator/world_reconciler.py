@@ -320,7 +320,7 @@ class WorldReconciler:
             resume_from=form.resume_from,
             requested_step=form.requested_step,
             incarnation_epoch=self._newest_epoch,
-            reached_step=self._formed.reached_step,
+            reached=self._formed.reached,
         )
         self._store.place(self._nodes, self._world, spec.ranked_nodes, now)  # the node of the last one may be released
         spec = self._store.with_stores(spec, self._nodes.records)

@@ -610,7 +610,7 @@ def _desired_without_faults(state: NodeState, token: str, now: float) -> RankDes
         resume_from=world.resume_from,
         requested_step=world.requested_step,
         incarnation_epoch=world.incarnation_epoch,
-        reached_step=world.reached_step,
+        reached=world.reached,
     )
     return RankDesired(
         acknowledged,

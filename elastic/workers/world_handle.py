@@ -347,7 +347,10 @@ def rank_progress(steps: int, *, idle: bool) -> RankProgress:
     session: Any = sys.modules.get("tieredckpt.session.session")
     saves_elsewhere = session is None or not session.has_sessions()  # sealed outside tieredckpt, unknown here
     has_sealed = steps >= 0 if saves_elsewhere else sealed_here() is not None
-    return RankProgress(steps, newest_step_sealed_here(), idle, has_sealed)
+    key = _newest_sealed_key()
+    if key is None:
+        return RankProgress(steps, idle=idle, has_sealed=has_sealed)
+    return RankProgress(steps, key.version, idle, has_sealed, key.job)
 
 
 def sealed_here() -> SealedStep | None:

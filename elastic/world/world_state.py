@@ -66,6 +66,14 @@ class SealedStep(msgspec.Struct, frozen=True):
     """Epoch of the incarnation that saved it. Equal step numbers of two epochs are different steps."""
 
 
+class ReachedStep(msgspec.Struct, frozen=True):
+    """A step that a rank has sealed; other ranks may have sealed an older one."""
+
+    job: str
+    """Name of the checkpoint job."""
+    step: NonNegativeInt
+
+
 class RequestedStep(msgspec.Struct, frozen=True):
     """The step that the first world of a run restores, in any checkpoint job."""
 

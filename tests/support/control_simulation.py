@@ -51,7 +51,7 @@ class SimulatedRank:
         self.number += 1
         checkpoint = None if self.sealed is None else SealedStep("job", self.sealed, self.epoch + 1)
         stepped = self.stand is RankPhase.IN_WORLD and self.step > self.entered_at
-        progress = RankProgress(self.step if stepped else -1, self.newest_sealed, has_sealed=self.has_sealed)
+        progress = RankProgress(self.step if stepped else -1, self.newest_sealed, has_sealed=self.has_sealed, job="job")
         return RankStatus(
             self.number, self.stand, self.epoch, self.paused, self.sealed, checkpoint=checkpoint, progress=progress
         )

@@ -99,22 +99,22 @@ def waive_required_step() -> None:
     _required.clear()
 
 
-_reached: list[int] = []
+_reached: dict[str, int] = {}
 
 
 @contextmanager
-def expect_reached_step(step: int) -> Iterator[None]:
-    """In the block, make the first restore without a step report an older step than this one; -1 for none."""
-    _reached[:] = [step]
+def expect_reached_step(job: str, step: int) -> Iterator[None]:
+    """In the block, make the first restore of ``job`` without a step report an older step than this one."""
+    _reached[job] = step
     try:
         yield
     finally:
-        _reached.clear()
+        _reached.pop(job, None)
 
 
-def take_reached_step() -> int:
+def take_reached_step(job: str) -> int:
     """Return the newest step that a rank of an earlier world has sealed; -1 if unknown or returned before."""
-    return _reached.pop() if _reached else -1
+    return _reached.pop(job, -1)
 
 
 def notify_progress_hook(session: Session) -> None:

@@ -85,7 +85,7 @@ class CheckpointRestorer:
         something had been saved. ``epoch``: the epoch of the incarnation that saved ``step``; ``None`` for the newest.
         ``strict``: raise :class:`MismatchError` before any read if ``state`` and the saved entries do not match.
         """
-        reached = take_reached_step() if step is None else -1
+        reached = take_reached_step(self._job) if step is None else -1
         survivor = current_survivor_state()
         hydration = None if survivor is None else survivor.hydrations.get(self._job)
         fresh = hydration is not None  # the survivors' step was saved only now

@@ -12,6 +12,7 @@ from elastic.rendezvous.store_servers import ROOTLESS
 from elastic.world.world_state import (
     NodeMember,
     PauseWorld,
+    ReachedStep,
     RequestedStep,
     StepSealed,
     WorldPhase,
@@ -50,19 +51,19 @@ def test_only_the_newest_world_breaks():
 
 def test_reached_step_of_a_lost_node_remains_for_the_next_world():
     def sealed(world, *steps, here=True):
-        ranks = tuple(RankProgress(1, step, has_sealed=here) for step in steps)
+        ranks = tuple(RankProgress(1, step, has_sealed=here, job="job") for step in steps)
         return NodeStatus(1, "n1", 1, len(steps), world=world, rank_progress=ranks)
 
     world = FormedWorld()
-    assert world.reached_step == -1
+    assert world.reached is None
     world.form(WORLD, [sealed(WORLD, 7, 9)])
     world.progress.forget("n1")
-    assert world.reached_step == 9
-    later = msgspec.structs.replace(WORLD, epoch=4, reached_step=world.reached_step)
+    assert world.reached == ReachedStep("job", 9)
+    later = msgspec.structs.replace(WORLD, epoch=4, reached=world.reached)
     world.form(later, [sealed(later, 30, here=False)])  # of an earlier world
-    assert world.reached_step == 9
+    assert world.reached == ReachedStep("job", 9)
     world.progress.update(sealed(later, 5))  # this world has restored an older step
-    assert world.reached_step == 5
+    assert world.reached == ReachedStep("job", 5)
 
 
 def test_requested_step_is_forgotten_once_every_rank_has_sealed():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from elastic.control.control_messages import RankPhase
-from elastic.world.world_state import RequestedStep, SealedStep
+from elastic.world.world_state import ReachedStep, RequestedStep, SealedStep
 from tests.support.control_simulation import ControlSimulation
 
 WANTED = RequestedStep(7, 17)
@@ -61,7 +61,7 @@ def test_ranks_learn_the_newest_step_of_earlier_worlds(restarted):
             table.restart_coordinator()
         table.run_without_faults(40)
         newest = table.desk.snapshot().world.epoch
-        assert {one.reached_step for one in table.assignments if one.epoch == newest} == {9}
+        assert {one.reached for one in table.assignments if one.epoch == newest} == {ReachedStep("job", 9)}
 
 
 def test_ranks_that_sealed_a_step_in_an_older_world_do_not_count():

@@ -134,7 +134,7 @@ def test_gloo_loop_in_another_call_is_not_taken_for_polling():
     thread.start()
     try:
         assert named.wait(60)
-        assert [*process_groups._polls()] == []
+        assert reading not in process_groups._polls()  # loops of earlier tests may still run here
     finally:
         os.write(writing, b"x")
         thread.join()
