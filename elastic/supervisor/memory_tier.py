@@ -331,14 +331,16 @@ def _knows_durable_tier(agent: NodeAgentClient, job: str, shards: Collection[Sha
 def _wait_deleted_elsewhere(agent: NodeAgentClient, job: str, memory: JobMemory) -> bool:
     """Wait until another node has deleted all versions of ``memory``, and return whether that happened.
 
-    Pinned versions and those in use remain.
+    The wait ends early if no other node answers. Pinned versions and those in use remain.
     """
     if memory.used or memory.pinned or not memory.versions:
         return False
 
     def is_pending() -> bool:
-        versions = _job_memory(agent, job).versions
-        return bool(versions) and Tier.PEER not in agent.list_steps(job, fresh=True).unreachable
+        if not _job_memory(agent, job).versions:
+            return False
+        status = agent.cluster_status(job)
+        return any(not one.unreachable for one in status.nodes if one.node.id != status.this_node)
 
     _wait_while(is_pending, time.monotonic() + _RELEASED_S)
     return not _job_memory(agent, job).versions

@@ -1,11 +1,15 @@
 """Whether a succeeded job still needs the steps in a node's memory."""
 
+from types import SimpleNamespace
+
 import msgspec
 import pytest
 
+from elastic.supervisor import memory_tier
 from elastic.supervisor.memory_tier import JobMemory, reason_to_keep
+from peerstore.membership.topology import NodeId, PeerNode
 from peerstore.shard_records import VersionId
-from tieredckpt.agent.agent_api import StepInventory, StepStatus
+from tieredckpt.agent.agent_api import ClusterNode, ClusterStatus, StepInventory, StepStatus
 from tieredckpt.resolve_step import Tier
 from tieredckpt.settings import DurableSettings
 
@@ -46,3 +50,41 @@ def test_memory_is_released_only_if_durable(held, seen, why):
 def test_quarantined_durable_step_does_not_release_memory():
     bad = StepStatus(group(4), 2, {}, durable=True, quarantined="it is damaged")
     assert reason_to_keep(HELD, StepInventory((bad,), durable=DURABLE)) == "step 4 is not in the durable tier"
+
+
+class SpareNodeAgent:
+    """An agent with replicas that another node deletes after ``deleted_after`` queries."""
+
+    def __init__(self, *peers, deleted_after):
+        self.store = self
+        self._left = deleted_after
+        nodes = [ClusterNode(PeerNode(NodeId(name), ""), "alive", unreachable=why) for name, why in peers]
+        self._cluster = ClusterStatus("job", "n2", (*nodes, ClusterNode(PeerNode(NodeId("n2"), ""), "alive")))
+
+    def list_shards(self, job):
+        return [SimpleNamespace(key=SimpleNamespace(version_id=group(3)))] if self._left > 0 else []
+
+    def retained(self, job):
+        return set()
+
+    def status(self):
+        return SimpleNamespace(jobs=())
+
+    def cluster_status(self, job):
+        self._left -= 1
+        return self._cluster
+
+    def list_steps(self, job, *, fresh):
+        self._left -= 1
+        return survey(4, unreachable={Tier.PEER: "n0 cannot be reached"})
+
+
+@pytest.mark.parametrize(
+    ("peers", "deleted"),
+    [([("n0", "cannot be reached"), ("n1", "")], True), ([("n0", "cannot be reached")], False), ([], False)],
+    ids=["another node answers", "no node answers", "no other node"],
+)
+def test_spare_node_waits_for_the_nodes_that_still_answer(monkeypatch, peers, deleted):
+    monkeypatch.setattr(memory_tier, "_POLL_S", 0.0)
+    agent = SpareNodeAgent(*peers, deleted_after=3)
+    assert memory_tier._wait_deleted_elsewhere(agent, "job", HELD) == deleted

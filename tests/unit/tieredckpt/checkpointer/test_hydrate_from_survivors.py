@@ -136,7 +136,7 @@ def test_restore_without_survivors_reports_the_repeated_steps(job, caplog):
     assert caplog.text.count("resumed from step 5 because no newer one is complete; 3 steps are done again") == 1
 
 
-def test_step_that_lost_ranks_had_sealed_counts_beside_the_survivors(job):
+def test_step_that_lost_ranks_had_sealed_counts_beside_the_survivors(job, caplog):
     job.enter()
     job.train(9)
     job.optimizer.step()
@@ -144,6 +144,8 @@ def test_step_that_lost_ranks_had_sealed_counts_beside_the_survivors(job):
     with expect_reached_step("job", 9):
         assert job.enter().reached == 8
     assert (job.first, job.ckpt.last_restore.steps_redone) == (6, 4)
+    (warning,) = (one.message for one in caplog.records if "are done again" in one.message and one.levelname != "INFO")
+    assert warning.endswith("4 steps are done again (a rank had sealed step 9)")
 
 
 @pytest.mark.parametrize("of", ["job", "another job"])
