@@ -372,7 +372,9 @@ class NodeStore:
     def drop_unrecognized(self, names: list[str] | None = None) -> int:
         """Drop unrecognized slots (``None``: all) and return their bytes."""
         with self.table.lock:
-            return self.table.unrecognized.drop(names)
+            size_bytes = self.table.unrecognized.drop(names)
+            self.table.lock.notify_all()  # the budget has room again
+            return size_bytes
 
     def sweep(self) -> None:
         """Release the leases, pins and jobs of ended processes; the agent calls this periodically."""

@@ -38,9 +38,6 @@ from peerstore.store.slots import (
 
 log = logging.getLogger(__name__)
 
-_DAMAGES = 1000
-_REASON_CHARS = 500
-
 
 class TableLock:
     """The reentrant lock of a table until it is closed, and the threads that wait for a change."""

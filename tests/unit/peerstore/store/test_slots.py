@@ -1,6 +1,7 @@
 """The table of slot states: its picture, its transitions, and the indexes over the slots."""
 
 import re
+import threading
 
 import pytest
 from hypothesis import given
@@ -106,6 +107,28 @@ def test_slots_end_of_an_earlier_seal_does_not_disturb_a_later_one():
         assert slot.state is SlotState.SEALING
         table.resume_lease(slot, slot.lease)
     assert slot.state is SlotState.LEASED
+
+
+def test_slots_dropped_unrecognized_wake_waiting_writers():
+    arena = MemfdArena()
+    store = NodeStore(arena, StoreSettings(budget=str(1 << 20)), threads=1)
+    waits = threading.Event()
+
+    def wait() -> None:
+        with store.table.lock:
+            waits.set()
+            store.table.lock.wait(None)
+
+    try:
+        waiting = threading.Thread(target=wait, daemon=True)
+        waiting.start()
+        assert waits.wait(100)
+        store.drop_unrecognized()
+        waiting.join(20)
+        assert not waiting.is_alive()
+    finally:
+        store.close()
+        arena.purge()
 
 
 @pytest.mark.parametrize("shards", [8, 64])
