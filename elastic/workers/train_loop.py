@@ -423,8 +423,8 @@ def _resume_from(place: RankAssignment) -> Iterator[None]:
 
     If it names none, the restore reports the steps that are done again.
     """
-    sealed, requested = place.resume_from, place.requested_step
-    if sealed is None and requested is None and place.reached is None:
+    sealed, requested, reached = place.resume_from, place.requested_step, place.reached
+    if sealed is None and requested is None and reached is None:
         yield
         return
     from tieredckpt.checkpointer.progress_hook import ANY_JOB, expect_reached_step, require_step
@@ -432,12 +432,11 @@ def _resume_from(place: RankAssignment) -> Iterator[None]:
     if sealed is not None:
         source = f"the ranks sealed step {sealed.step} before this world"
         first_restore = require_step(sealed.job, sealed.step, sealed.epoch, source)
-    elif place.reached is not None and requested is None:
-        first_restore = expect_reached_step(place.reached.job, place.reached.step)
-    else:
-        assert requested is not None  # noqa: S101 - see above
+    elif requested is not None:
         source = f"elastic run --resume-from {requested}"
         first_restore = require_step(ANY_JOB, requested.step, requested.epoch, source)
+    elif reached is not None:
+        first_restore = expect_reached_step(reached.job, reached.step)
     with first_restore:
         yield
 
