@@ -110,6 +110,8 @@ class RankProgress(msgspec.Struct, frozen=True):
     """Whether this rank has sealed a step in this world."""
     job: str = ""
     """Checkpoint job of the step ``sealed``."""
+    base_step: NonNegativeIntOrMinusOne | None = None
+    """Step that this world resumed from, -1 for nothing; ``None`` until this rank has sealed a step in it."""
 
 
 class ControlPlane(Protocol):

@@ -33,6 +33,7 @@ from elastic.coordinator.node_commands import CommandAction, NodeCommands
 from elastic.coordinator.node_liveness import NodeLiveness, NodeRecord, is_member, is_superseded_generation
 from elastic.coordinator.node_reports import LastCommittedStep
 from elastic.coordinator.rejoin import CollectedReports, HolderWait, Rejoin
+from elastic.coordinator.repeated_steps import RepeatedSteps
 from elastic.world import world_state
 from elastic.world.action_text import describe_action
 from elastic.world.next_world import initial_world, next_world
@@ -78,6 +79,7 @@ class WorldReconciler:
         self._rejoin = Rejoin(policy, settings.rejoin_timeout_s, is_active=not fresh)
         self._holder_wait = HolderWait(settings.holders, policy.lost_state_timeout_s)
         self._formed = FormedWorld()
+        self._repeated_steps = RepeatedSteps()
         self._pause = PauseAgreement()
         self._store = StorePlacement(settings.store)
         self._commands = NodeCommands()
@@ -152,6 +154,7 @@ class WorldReconciler:
             return ""
         if self._formed.progress is not None:
             self._formed.progress.update(status)
+        self._observe_repeated_steps(status)
         if not is_superseded_generation(self._world, status):
             self._raise_epoch(epoch, now)
             events = list(node_reports.events_between(before if is_member(self._world, status) else None, status, now))
@@ -271,6 +274,10 @@ class WorldReconciler:
 
     def _report_only(self, request: StatusRequest, now: float) -> None:
         pass
+
+    def _observe_repeated_steps(self, status: NodeStatus) -> None:
+        if self._formed.spec is not None:
+            self._repeated_steps.observe(status, self._formed.spec)
 
     # -- decisions -----------------------------------------------------------------------------------------------------
 
@@ -447,6 +454,8 @@ class WorldReconciler:
         self._decide(collected.faults(), now)
         self._place_store(now)
         self._decide(collected.events(now), now)
+        for status in reports:
+            self._observe_repeated_steps(status)
         self._set_pause_target()
         self._notify_all()
 

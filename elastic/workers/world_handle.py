@@ -350,7 +350,9 @@ def rank_progress(steps: int, *, idle: bool) -> RankProgress:
     key = _newest_sealed_key()
     if key is None:
         return RankProgress(steps, idle=idle, has_sealed=has_sealed)
-    return RankProgress(steps, key.version, idle, has_sealed, key.job)
+    current = _newest_sealed_key(current=True)
+    base_step = session.base_step_of(current) if current is not None and current.job == key.job else None
+    return RankProgress(steps, key.version, idle, has_sealed, key.job, base_step)
 
 
 def sealed_here() -> SealedStep | None:

@@ -40,6 +40,8 @@ class SimulatedRank:
         self.entered_at = 0
         self.has_sealed = False
         self.newest_sealed = -1
+        self.base_step: int | None = None
+        """Step that the newest world resumed from."""
         self.paused: int | None = None
         self.sealed: int | None = None
         self.ignores = False
@@ -51,7 +53,10 @@ class SimulatedRank:
         self.number += 1
         checkpoint = None if self.sealed is None else SealedStep("job", self.sealed, self.epoch + 1)
         stepped = self.stand is RankPhase.IN_WORLD and self.step > self.entered_at
-        progress = RankProgress(self.step if stepped else -1, self.newest_sealed, has_sealed=self.has_sealed, job="job")
+        base_step = self.base_step if self.has_sealed else None
+        progress = RankProgress(
+            self.step if stepped else -1, self.newest_sealed, has_sealed=self.has_sealed, job="job", base_step=base_step
+        )
         return RankStatus(
             self.number, self.stand, self.epoch, self.paused, self.sealed, checkpoint=checkpoint, progress=progress
         )
@@ -202,12 +207,16 @@ class ControlSimulation:
             epoch_clock=lambda: self.clock_ms,
         )
 
-    def seal(self, step: int = -1) -> None:
-        """Mark every rank of the newest world as having sealed ``step``, or an unknown step, in it."""
+    def seal(self, step: int = -1, base_step: int | None = None) -> None:
+        """Mark every rank of the newest world as having sealed ``step``, or an unknown step, in it.
+
+        The world resumed from ``base_step``.
+        """
         for node in self.nodes.values():
             for rank in node.ranks.values():
                 rank.has_sealed = rank.stand is RankPhase.IN_WORLD and rank.epoch == self.desk.snapshot().world.epoch
-                rank.newest_sealed = step if rank.has_sealed else rank.newest_sealed
+                if rank.has_sealed:
+                    rank.newest_sealed, rank.base_step = step, base_step
 
     # -- faults and requests ------------------------------------------------------------------------------------------
 

@@ -106,6 +106,16 @@ def newest_sealed_key(*, current: bool = False) -> ShardKey | None:
     return max(keys, key=lambda key: (key.version, key.job), default=None)
 
 
+def base_step_of(key: ShardKey) -> int | None:
+    """Return the step from which the incarnation of a key that this process has sealed continues.
+
+    -1 for nothing, ``None`` if it is unknown.
+    """
+    with _sessions_lock:
+        mine = [one for name, one in _sessions.items() if name[:2] == (os.getpid(), key.job)]
+    return next((base for one in mine if (base := one.incarnation.base_step_of(key)) is not None), None)
+
+
 def leave_worlds() -> None:
     """Make all sessions begin a new incarnation at their next save, because the world was left.
 

@@ -64,6 +64,33 @@ def test_ranks_learn_the_newest_step_of_earlier_worlds(restarted):
         assert {one.reached for one in table.assignments if one.epoch == newest} == {ReachedStep("job", 9)}
 
 
+@pytest.mark.parametrize("restarted", [False, True], ids=["the same coordinator", "another coordinator"])
+def test_steps_of_a_node_that_was_silent_are_reported_when_it_returns(restarted, caplog):
+    table = first_world()
+    table.seal(9)
+    table.run_without_faults(3)
+    table.disconnect_node(2)
+    for rank in table.nodes["n2"].ranks.values():  # trains on alone
+        rank.newest_sealed = 12
+    while table.desk.snapshot().world.epoch == 0 or not all(
+        rank.epoch and rank.stand is RankPhase.IN_WORLD
+        for node in ("n0", "n1")
+        for rank in table.nodes[node].ranks.values()
+    ):
+        for node in ("n0", "n1"):
+            table._exchange(table.nodes[node])
+        table.advance(1.0)
+    table.seal(10, base_step=9)
+    if restarted:
+        table.restart_coordinator()
+    assert "was silent" not in caplog.text
+    table.run_without_faults(40)
+    lines = [record.getMessage() for record in caplog.records if "was silent" in record.getMessage()]
+    assert len(lines) == 1
+    assert "node n2 was silent and has sealed step 12 in world 0" in lines[0]
+    assert "resumed from step 9 without it; 3 steps are done again" in lines[0]
+
+
 def test_ranks_that_sealed_a_step_in_an_older_world_do_not_count():
     table = first_world()
     for node in ("n0", "n1"):
