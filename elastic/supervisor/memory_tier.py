@@ -313,7 +313,7 @@ def _release(agent: NodeAgentClient, job: str, since_ns: int, deadline: float) -
                 _delete_everywhere(agent, job, sorted(durable & set(memory.versions)))
         if not reason:
             # By name: versions that another process saves from now on must survive.
-            agent.store.delete_versions(job, sorted(memory.versions))
+            agent.store.versions.delete(job, sorted(memory.versions))
         elif memory.versions and not memory.used:
             log.warning("the checkpoints of %s stay in memory in %s: %s", job, agent.place.directory, reason)
     return not _has_clients(agent, job)
@@ -322,7 +322,7 @@ def _release(agent: NodeAgentClient, job: str, since_ns: int, deadline: float) -
 def _knows_durable_tier(agent: NodeAgentClient, job: str, shards: Collection[ShardInfo]) -> bool:
     """Return whether ranks of this node have saved shards, or have configured a durable tier."""
     try:
-        agent.store.get_blob(job, DURABLE_SETTINGS_BLOB)
+        agent.store.blobs.get(job, DURABLE_SETTINGS_BLOB)
     except ShardNotFoundError:
         return any(not shard.holders for shard in shards)
     return True
@@ -386,7 +386,7 @@ def _is_uploading(agent: NodeAgentClient, job: str) -> bool:
 
 def _job_memory(agent: NodeAgentClient, job: str) -> JobMemory:
     versions = {shard.key.version_id for shard in agent.store.list_shards(job)}
-    return JobMemory(versions, versions & agent.store.retained(job), _has_clients(agent, job))
+    return JobMemory(versions, versions & agent.store.versions.retained(job), _has_clients(agent, job))
 
 
 def _has_clients(agent: NodeAgentClient, job: str) -> bool:

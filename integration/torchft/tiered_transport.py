@@ -114,7 +114,7 @@ class TieredTransport(CheckpointTransport[T]):
         if not self._is_staged:
             return
         try:
-            self._session.agent.store.delete_versions(self.job)
+            self._session.agent.store.versions.delete(self.job)
             self._is_staged = False
         except PeerStoreError as error:  # the next call deletes it
             log.warning("%s: the sent state still uses memory: %s", self.job, error)

@@ -62,6 +62,55 @@ def _require_fd(fd: int | None, what: str) -> int:
     return fd
 
 
+class ClientVersions:
+    """:class:`~peerstore.client.store_api.Versions` behind a socket."""
+
+    def __init__(self, call: Callable[..., Any]) -> None:
+        self._call = call
+
+    def mark_committed(self, job: str, group: VersionId) -> None:
+        self._call("mark_committed", store_api.MarkCommittedRequest(job, group), type(None))
+
+    def abort_part(self, job: str, group: VersionId, part: int) -> None:
+        self._call("abort_part", store_api.AbortPartRequest(job, group, part), type(None))
+
+    def newest_committed(self, job: str) -> VersionId | None:
+        found: VersionId | None = self._call("newest_committed", store_api.JobRequest(job), VersionId | None)
+        return found
+
+    def delete(self, job: str, groups: list[VersionId] | None = None) -> int:
+        count: int = self._call("delete_versions", store_api.DeleteVersionsRequest(job, groups), int)
+        return count
+
+    def retain(self, job: str, group: VersionId, *, kept: bool = True) -> None:
+        self._call("retain", store_api.RetainVersionRequest(job, group, kept), type(None))
+
+    def retained(self, job: str) -> set[VersionId]:
+        found: set[VersionId] = self._call("retained", store_api.JobRequest(job), set[VersionId])
+        return found
+
+
+class ClientBlobs:
+    """:class:`~peerstore.client.store_api.Blobs` behind a socket."""
+
+    def __init__(self, call: Callable[..., Any]) -> None:
+        self._call = call
+
+    def put(self, job: str, name: str, data: bytes) -> None:
+        self._call("put_blob", store_api.PutBlobRequest(job, name, data), type(None))
+
+    def get(self, job: str, name: str) -> bytes:
+        data: bytes = self._call("get_blob", store_api.BlobRequest(job, name), bytes)
+        return data
+
+    def list_names(self, job: str) -> list[str]:
+        names: list[str] = self._call("list_blobs", store_api.JobRequest(job), list[str])
+        return names
+
+    def remove(self, job: str, name: str) -> None:
+        self._call("remove_blob", store_api.BlobRequest(job, name), type(None))
+
+
 class Client:
     """A :class:`~peerstore.client.store_api.Store` behind a socket.
 
@@ -91,6 +140,7 @@ class Client:
         self._errors = dict(errors or {})
         self._pool: ConnectionPool[UnixChannel] = ConnectionPool(self._connect, self._greet, "the agent")
         self._unreachable = False
+        self.versions, self.blobs = ClientVersions(self.call), ClientBlobs(self.call)
         self.server_version = ""
         self.arena_id = self.start_id = ""
         self._pool.put(self._open(time.monotonic() + deadlines.remaining_s(retry_s)))
@@ -146,36 +196,6 @@ class Client:
 
     def report_damage(self, key: ShardKey, reason: str) -> None:
         self.call("report_damage", store_api.ReportDamageRequest(key, reason), type(None))
-
-    def mark_committed(self, job: str, group: VersionId) -> None:
-        self.call("mark_committed", store_api.MarkCommittedRequest(job, group), type(None))
-
-    def abort_part(self, job: str, group: VersionId, part: int) -> None:
-        self.call("abort_part", store_api.AbortPartRequest(job, group, part), type(None))
-
-    def newest_committed(self, job: str) -> VersionId | None:
-        return self.call("newest_committed", store_api.JobRequest(job), VersionId | None)
-
-    def delete_versions(self, job: str, groups: list[VersionId] | None = None) -> int:
-        return self.call("delete_versions", store_api.DeleteVersionsRequest(job, groups), int)
-
-    def retain(self, job: str, group: VersionId, *, kept: bool = True) -> None:
-        self.call("retain", store_api.RetainVersionRequest(job, group, kept), type(None))
-
-    def retained(self, job: str) -> set[VersionId]:
-        return self.call("retained", store_api.JobRequest(job), set[VersionId])
-
-    def put_blob(self, job: str, name: str, data: bytes) -> None:
-        self.call("put_blob", store_api.PutBlobRequest(job, name, data), type(None))
-
-    def get_blob(self, job: str, name: str) -> bytes:
-        return self.call("get_blob", store_api.BlobRequest(job, name), bytes)
-
-    def list_blobs(self, job: str) -> list[str]:
-        return self.call("list_blobs", store_api.JobRequest(job), list[str])
-
-    def remove_blob(self, job: str, name: str) -> None:
-        self.call("remove_blob", store_api.BlobRequest(job, name), type(None))
 
     def drop_unrecognized(self, names: list[str] | None = None) -> int:
         return self.call("drop_unrecognized", store_api.DropUnrecognizedRequest(names), int)

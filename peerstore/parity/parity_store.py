@@ -305,7 +305,7 @@ class ParityStore:
     def _fetch_blobs(self, member: str, record: ShardRecord) -> None:
         """Fetch the blobs that readers of the shard need, so that they are not lost with its node."""
         fact = ShardInfo(record.key, record.parts, record.size_bytes, record.meta, record.sealed_ns, False)
-        here = set(self._store.list_blobs(self._job))
+        here = set(self._store.blobs.list_names(self._job))
         for name in self._shared.blobs_of(fact):
             if name not in here:
                 self._fetch_blob(name, (member,))

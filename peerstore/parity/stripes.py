@@ -423,7 +423,7 @@ def write_parity(
     """
     size = stripe.parity(keeper).size_bytes
     parts = next(shard.parts for shard in stripe.shards if shard is not None)
-    lease = store.begin_parity(parity_key(stripe, keeper), size, parts, whole=whole)
+    lease = store.replicas.begin_parity(parity_key(stripe, keeper), size, parts, whole=whole)
     if lease is None:
         return None
     try:
@@ -432,7 +432,7 @@ def write_parity(
         )
         record = parity_shard_record(stripe, keeper, sums, time.time_ns())
         validate_meta(record.key, record.meta)
-        store.seal_parity(lease.id, record)
+        store.replicas.seal_replica(lease.id, record, ())
     except BaseException:
         store.release(lease.id)
         raise
@@ -454,7 +454,7 @@ def write_rebuilt_shard(
 
     Return ``False`` if the shard is stored already.
     """
-    lease = store.begin_replica(shard, whole=True)
+    lease = store.replicas.begin_replica(shard, whole=True)
     if lease is None:
         return False
     try:
@@ -462,7 +462,7 @@ def write_rebuilt_shard(
         sums = _write_chunks(store, lease, shard.size_bytes, shard.chunk_bytes, chunks, stopped=stopped)
         if sums != shard.checksums:
             raise ShardDamagedError(f"{shard.key} was rebuilt, but is not what was sealed")
-        store.seal_replica(lease.id, shard, holders)
+        store.replicas.seal_replica(lease.id, shard, holders)
     except BaseException:
         store.release(lease.id)
         raise

@@ -235,8 +235,8 @@ class ReplicaReceiver:
             raise RequestError(f"{record.key} was offered on a connection of job {job}")
         if offer.resume_point is not None:
             self._store.jobs.incarnations.learn_resume_point(job, offer.resume_point)
-        blobs = tuple(name for name in offer.blobs if name not in set(self._store.list_blobs(job)))
-        lease = self._store.begin_replica(record, whole=offer.committed)
+        blobs = tuple(name for name in offer.blobs if name not in set(self._store.blobs.list_names(job)))
+        lease = self._store.replicas.begin_replica(record, whole=offer.committed)
         if lease is None:
             self._store.replicas.merge_holders(record.key, offer.holders, me=self._me)
             return OfferReply("", (), blobs)
@@ -351,7 +351,9 @@ class ReplicaReceiver:
             if self._transfers.pop(name, None) is None:
                 raise LeaseLostError(f"transfer {name} was aborted")
         try:
-            self._store.seal_replica(transfer.lease.id, transfer.record, holders_to_store(self._me, transfer.holders))
+            self._store.replicas.seal_replica(
+                transfer.lease.id, transfer.record, holders_to_store(self._me, transfer.holders)
+            )
             failpoint("replica.committed")
         except BaseException:
             self._store.release(transfer.lease.id)

@@ -163,7 +163,7 @@ class ReplicaPush:
         offer = OfferReplica(self._record, holders, whole, blobs, base)
         wanted: OfferReply = self._peer.call("offer_replica", offer, OfferReply, timeout_s=_COMMIT_S)
         for name in wanted.blobs:
-            data = self._shared.store.get_blob(self._shared.job, name)
+            data = self._shared.store.blobs.get(self._shared.job, name)
             self._peer.call("put_blob", PutPeerBlob(name), type(None), payload=[memoryview(data)])
         if not wanted.transfer:
             return PushResult(0, self._record.size_bytes, time.monotonic() - began)

@@ -159,7 +159,7 @@ class JobPeers:
         dead = {node for fact in facts for node in fact.holders[:1] if self.membership.is_dead(node)}
         for fact in shards_to_take_over(facts, me=self.this_node.id, living=living, dead=dead):
             log.info("job %s: %s is taken over from %s", self.job, fact.key, fact.holders[0])
-            self._store.take_ownership(fact.key)
+            self._store.replicas.take_ownership(fact.key)
             self.taken_over += 1
 
     @property
@@ -222,7 +222,7 @@ class JobPeers:
             except PeerStoreError as error:
                 problem = error
                 continue
-            self._store.put_blob(self.job, name, data)
+            self._store.blobs.put(self.job, name, data)
             return data
         raise problem
 
@@ -304,7 +304,7 @@ class JobPeers:
         if not others:
             raise PeerUnreachableError(f"no node that is reached holds {record.key}")
         record = self._undamaged_record(record, others)
-        lease = self._store.begin_replica(record, whole=True)
+        lease = self._store.replicas.begin_replica(record, whole=True)
         if lease is None:
             return False
         try:
@@ -318,7 +318,7 @@ class JobPeers:
                 del wish
             if record.key in pulled.failed:
                 raise pulled.failed[record.key]
-            self._store.seal_replica(lease.id, record, self._original_holders(record.key))
+            self._store.replicas.seal_replica(lease.id, record, self._original_holders(record.key))
         except BaseException:
             self._store.release(lease.id)
             raise

@@ -24,7 +24,8 @@ from peerstore.server.job_peers import JobPeers
 from peerstore.server.peer_server import PeerServer
 from peerstore.settings import JOB_PEERS_BLOB, BlobAccess, JobPeersConfig
 from peerstore.shard_records import ShardInfo, ShardKey, ShardRecord, VersionId
-from peerstore.store.node_store import NodeStore, StoreListener
+from peerstore.store.node_store import NodeStore
+from peerstore.store.store_listener import StoreListener
 from peerstore.transport.base import Listener, PartitionableTransport, Transport
 
 log = logging.getLogger(__name__)
@@ -92,7 +93,7 @@ class NodePeers(StoreListener):
         """Rejoin the jobs of a killed agent, and subscribe to the store's events."""
         for job in self._store.jobs.names():
             try:
-                plan = from_msgpack(self._store.get_blob(job, JOB_PEERS_BLOB), JobPeersConfig)
+                plan = from_msgpack(self._store.blobs.get(job, JOB_PEERS_BLOB), JobPeersConfig)
                 self.join(job, plan, wait_s=0.0)
             except ShardNotFoundError:  # a job without other nodes
                 continue
@@ -224,7 +225,7 @@ class NodePeers(StoreListener):
     def _save_config(self, job: str, plan: JobPeersConfig) -> None:
         self._configs[job] = plan
         try:
-            self._store.put_blob(job, JOB_PEERS_BLOB, msgspec.msgpack.encode(plan))
+            self._store.blobs.put(job, JOB_PEERS_BLOB, msgspec.msgpack.encode(plan))
         except (ArenaFullError, UnavailableError) as error:
             log.warning("job %s: a restarted agent will not know the job's other nodes: %s", job, error)
 
@@ -235,7 +236,7 @@ class NodePeers(StoreListener):
         if team is not None:
             team.close()
             if job in self._store.jobs.names():
-                self._store.remove_blob(job, JOB_PEERS_BLOB)
+                self._store.blobs.remove(job, JOB_PEERS_BLOB)
                 self._store.jobs.incarnations.set_replication_guard(job, guarded=False)
 
     # -- events of the store ------------------------------------------------------------------------------------------

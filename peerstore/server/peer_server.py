@@ -171,7 +171,7 @@ class PeerServer:
             "blob": Operation(
                 GetPeerBlob,
                 bytes,
-                lambda a, peer: self._store.get_blob(peer.job, self.blob_access.check_readable(a.name)),
+                lambda a, peer: self._store.blobs.get(peer.job, self.blob_access.check_readable(a.name)),
             ),
             "verify_chunks": Operation(
                 VerifyChunks, bool, lambda a, peer: self.range_server.verify_chunks(of(peer, a.key), a.chunks)
@@ -234,8 +234,8 @@ class PeerServer:
         """Delete the versions; versions that are not on this node are ignored."""
         versions = set(dropped.versions)
         if dropped.superseded and versions:
-            versions |= self._store.superseded_replicas(peer.job, max(one.version for one in versions))
-        self._store.delete_versions(peer.job, sorted(versions))
+            versions |= self._store.versions.superseded_replicas(peer.job, max(one.version for one in versions))
+        self._store.versions.delete(peer.job, sorted(versions))
 
     def _not_durable(self, report: VersionNotDurable, peer: PeerSession) -> None:
         self._store.listeners.on_not_durable(peer.job, report.version_id, f"node {peer.node}: {report.why}")
@@ -248,9 +248,9 @@ class PeerServer:
         peer.channel.receive_into([memoryview(data)])
         if self.blob_access.is_common(name):  # its name is a hash of its contents: an existing blob is not replaced
             with contextlib.suppress(ShardNotFoundError, ShardDamagedError):
-                self._store.get_blob(peer.job, name)
+                self._store.blobs.get(peer.job, name)
                 return
-        self._store.put_blob(peer.job, name, bytes(data))
+        self._store.blobs.put(peer.job, name, bytes(data))
 
     # -- inventories and reads ----------------------------------------------------------------------------------------
 
@@ -300,7 +300,7 @@ class PeerServer:
         room = _MAX_BLOBS_BYTES
         for name in asked.names:
             try:
-                data = self._store.get_blob(peer.job, self.blob_access.check_readable(name))
+                data = self._store.blobs.get(peer.job, self.blob_access.check_readable(name))
             except (ShardNotFoundError, ShardDamagedError):  # the requester tries another node
                 continue
             room -= len(data)

@@ -86,18 +86,24 @@ def store_operations(store: NodeStore) -> Mapping[str, Operation]:
         "unpin": Operation(UnpinRequest, bool, lambda a, _: store.unpin(a.pin_id)),
         "verify": Operation(VerifyRequest, tuple[int, ...], lambda a, _: store.verify(a.key, a.chunks)),
         "report_damage": Operation(ReportDamageRequest, none, lambda a, _: store.report_damage(a.key, a.reason)),
-        "mark_committed": Operation(MarkCommittedRequest, none, lambda a, _: store.mark_committed(a.job, a.version_id)),
-        "abort_part": Operation(AbortPartRequest, none, lambda a, _: store.abort_part(a.job, a.version_id, a.part)),
-        "newest_committed": Operation(JobRequest, VersionId | None, lambda a, _: store.newest_committed(a.job)),
-        "delete_versions": Operation(DeleteVersionsRequest, int, lambda a, _: store.delete_versions(a.job, a.versions)),
-        "retain": Operation(
-            RetainVersionRequest, none, lambda a, _: store.retain(a.job, a.version_id, kept=a.retained)
+        "mark_committed": Operation(
+            MarkCommittedRequest, none, lambda a, _: store.versions.mark_committed(a.job, a.version_id)
         ),
-        "retained": Operation(JobRequest, set[VersionId], lambda a, _: store.retained(a.job)),
-        "put_blob": Operation(PutBlobRequest, none, lambda a, _: store.put_blob(a.job, a.name, a.data)),
-        "get_blob": Operation(BlobRequest, bytes, lambda a, _: store.get_blob(a.job, a.name)),
-        "remove_blob": Operation(BlobRequest, none, lambda a, _: store.remove_blob(a.job, a.name)),
-        "list_blobs": Operation(JobRequest, list[str], lambda a, _: store.list_blobs(a.job)),
+        "abort_part": Operation(
+            AbortPartRequest, none, lambda a, _: store.versions.abort_part(a.job, a.version_id, a.part)
+        ),
+        "newest_committed": Operation(
+            JobRequest, VersionId | None, lambda a, _: store.versions.newest_committed(a.job)
+        ),
+        "delete_versions": Operation(DeleteVersionsRequest, int, lambda a, _: store.versions.delete(a.job, a.versions)),
+        "retain": Operation(
+            RetainVersionRequest, none, lambda a, _: store.versions.retain(a.job, a.version_id, kept=a.retained)
+        ),
+        "retained": Operation(JobRequest, set[VersionId], lambda a, _: store.versions.retained(a.job)),
+        "put_blob": Operation(PutBlobRequest, none, lambda a, _: store.blobs.put(a.job, a.name, a.data)),
+        "get_blob": Operation(BlobRequest, bytes, lambda a, _: store.blobs.get(a.job, a.name)),
+        "remove_blob": Operation(BlobRequest, none, lambda a, _: store.blobs.remove(a.job, a.name)),
+        "list_blobs": Operation(JobRequest, list[str], lambda a, _: store.blobs.list_names(a.job)),
         "drop_unrecognized": Operation(DropUnrecognizedRequest, int, lambda a, _: store.drop_unrecognized(a.names)),
         "status": Operation(StoreStatusRequest, StoreStatus, lambda *_: store.status()),
     }

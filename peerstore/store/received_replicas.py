@@ -8,7 +8,7 @@ from collections.abc import Callable
 import msgspec
 
 from peerstore.commit_protocol import CommitDecision
-from peerstore.daemon_process import ProcessIdentity
+from peerstore.daemon_process import ProcessIdentity, current_process
 from peerstore.errors import FencedError, LeaseLostError, RequestError, ShardDamagedError, ShardPendingError
 from peerstore.failpoints import failpoint
 from peerstore.shard_records import (
@@ -17,7 +17,6 @@ from peerstore.shard_records import (
     ShardInfo,
     ShardKey,
     ShardRecord,
-    VersionId,
 )
 from peerstore.store.job_table import JobTable
 from peerstore.store.leases import LeaseManager
@@ -26,6 +25,7 @@ from peerstore.store.shards import ShardRemoval
 from peerstore.store.slot_metadata import SEAL_METADATA, SealMetadata
 from peerstore.store.slot_table import SlotTable
 from peerstore.store.slots import UNVERIFIED_STATES, ArenaSlot
+from peerstore.store.store_listener import StoreListeners
 
 log = logging.getLogger(__name__)
 
@@ -38,18 +38,20 @@ class ReplicaStore:
         table: SlotTable,
         jobs: JobTable,
         leasing: LeaseManager,
-        keeping: ShardRemoval,
+        removal: ShardRemoval,
+        listeners: StoreListeners,
         *,
-        torn: Callable[[str, VersionId], None] = lambda _job, _group: None,
+        check_files: Callable[[str], None] = lambda _what: None,
     ) -> None:
         self._table = table
         self.jobs = jobs
         self._leasing = leasing
-        self._removal = keeping
-        self._on_aborted = torn
-        """Called for each version that other nodes report as aborted, without the lock."""
+        self._removal = removal
+        self._listeners = listeners
+        self._check_files = check_files
+        """Raises an error if too few file descriptors remain."""
 
-    def begin_replica(self, record: ShardRecord, *, whole: bool, owner: ProcessIdentity) -> Lease | None:
+    def begin_replica(self, record: ShardRecord, *, whole: bool, owner: ProcessIdentity | None = None) -> Lease | None:
         """Return a slot for a copy of ``record``, or ``None`` if it is stored already.
 
         Versions of an earlier incarnation are accepted only if they are complete (``whole``): their writers are fenced.
@@ -58,6 +60,7 @@ class ReplicaStore:
         key = record.key
         if key.kind:
             raise RequestError(f"{key} is not a shard: every node makes its own parities")
+        self._check_files(f"a copy of {key}")
         with self._table.lock:
             self._table.lock.check_open()
             if self._is_stored(record):
@@ -65,11 +68,12 @@ class ReplicaStore:
             return self._lease(key, record.size_bytes, record.parts, whole=whole, owner=owner)
 
     def begin_parity(
-        self, key: ShardKey, size_bytes: int, parts: int, *, whole: bool, owner: ProcessIdentity
+        self, key: ShardKey, size_bytes: int, parts: int, *, whole: bool, owner: ProcessIdentity | None = None
     ) -> Lease | None:
         """Return a slot for a parity that this node computes, or ``None`` if it is stored already."""
         if not key.kind:
             raise RequestError(f"{key} is a shard, not a parity")
+        self._check_files(f"a parity {key}")
         with self._table.lock:
             self._table.lock.check_open()
             slot = self._table.slots.for_key(key)
@@ -77,11 +81,13 @@ class ReplicaStore:
                 return None
             return self._lease(key, size_bytes, parts, whole=whole, owner=owner)
 
-    def _lease(self, key: ShardKey, size_bytes: int, parts: int, *, whole: bool, owner: ProcessIdentity) -> Lease:
+    def _lease(
+        self, key: ShardKey, size_bytes: int, parts: int, *, whole: bool, owner: ProcessIdentity | None
+    ) -> Lease:
         self._check_fence(key, whole=whole)
         if self._table.slots.for_key(key) is not None:
             raise ShardPendingError(f"{key} is already being written, or not verified yet")
-        return self._leasing.lease(key, size_bytes, parts, wait_s=0.0, owner=owner, copy=True)
+        return self._leasing.lease(key, size_bytes, parts, wait_s=0.0, owner=owner or current_process(), copy=True)
 
     def _is_stored(self, record: ShardRecord) -> bool:
         slot = self._table.slots.for_key(record.key)
@@ -131,7 +137,7 @@ class ReplicaStore:
         return mark is not None and mark.retained
 
     def seal_replica(self, lease_id: str, record: ShardRecord, holders: tuple[str, ...]) -> None:
-        """Seal a copy after the caller has compared every chunk with ``record``."""
+        """Seal a copy whose chunks all equal ``record``; a parity has no ``holders``."""
         with self._table.lock:
             slot, _ = self._table.slots.for_lease(lease_id)
             if slot.lease is None or slot.lease.key != record.key:
@@ -149,6 +155,14 @@ class ReplicaStore:
             failpoint("replica.sealed")
             if self.jobs.is_aborted(record.key.job, record.key.version_id):  # while the copy was being received
                 self._removal.delete_versions(record.key.job, [record.key.version_id])
+        self._listeners.on_stored(record, holders)
+
+    def take_ownership(self, key: ShardKey) -> None:
+        """Make a shard of a dead node this node's own, so that this node drains it."""
+        if self.set_holders(key, ()):
+            with self._table.lock:
+                _, record = self._table.slots.find_shard(key)
+            self._listeners.on_shard_sealed(record)
 
     def set_holders(self, key: ShardKey, holders: tuple[str, ...]) -> bool:
         """Record the shard's holders, and return whether it is stored here.
@@ -242,7 +256,7 @@ class ReplicaStore:
                 log.info("job %s: versions %s were aborted; deleting them", job, [group.version for group in news])
                 self._removal.delete_versions(job, news)
         for group in news:
-            self._on_aborted(job, group)
+            self._listeners.on_version_decided(job, group, torn=True)
 
 
 def holders_to_store(me: str, holders: tuple[str, ...]) -> tuple[str, ...]:

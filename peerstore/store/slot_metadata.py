@@ -23,9 +23,16 @@ from typing import TypeVar
 
 import msgspec
 
-from peerstore.errors import PeerStoreError, ShardDamagedError, UnsupportedFormatError
+from peerstore.errors import (
+    PeerStoreError,
+    RequestError,
+    ShardDamagedError,
+    ShardNotFoundError,
+    UnsupportedFormatError,
+)
 from peerstore.message_codec import from_msgpack
 from peerstore.shard_records import (
+    MAX_BLOB_BYTES,
     Lease,
     ResumePoint,
     RetentionMark,
@@ -193,16 +200,22 @@ def jobs_in_directory(directory: Path) -> list[str]:
 
 
 class BlobStore:
-    """Small values of a job, such as layouts and settings."""
+    """Small values of the jobs, such as layouts and settings."""
 
     def __init__(self, arena: Arena) -> None:
         self._arena = arena
 
     def put(self, job: str, name: str, data: bytes) -> None:
+        """Store a value; replace an earlier one."""
+        if len(data) > MAX_BLOB_BYTES:
+            raise RequestError(f"blob {name} has {len(data)} bytes, the limit is {MAX_BLOB_BYTES}")
         self._arena.put_metadata(_blob(job, name), data)
 
-    def get(self, job: str, name: str) -> bytes | None:
-        return self._arena.get_metadata(_blob(job, name))
+    def get(self, job: str, name: str) -> bytes:
+        data = self._arena.get_metadata(_blob(job, name))
+        if data is None:
+            raise ShardNotFoundError(f"job {job} has no blob {name}")
+        return data
 
     def list_names(self, job: str) -> list[str]:
         prefix = f"blob.{validate_job_name(job)}/"

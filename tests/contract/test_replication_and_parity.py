@@ -292,5 +292,5 @@ def test_parity_is_hidden_from_part_counts(nodes):
         assert {fact.key for fact in node.job_peers.local_inventory().shards} <= keys
         assert node.store.status().jobs[0].newest_committed == 1  # from the caller: the node does not have all parts
         shown = len(node.store.list_shards(JOB))
-        assert node.store.delete_versions(JOB, [group]) == shown
+        assert node.store.versions.delete(JOB, [group]) == shown
     assert nodes.sealed_bytes() == 0

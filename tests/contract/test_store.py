@@ -80,7 +80,7 @@ def store(request: pytest.FixtureRequest) -> Iterator[Store]:
 def delete_all_jobs(store: Store) -> None:
     for job in store.status().jobs:
         store.claim(job.job, "end-of-test")  # ends all leases
-        store.delete_versions(job.job)
+        store.versions.delete(job.job)
     status = store.status()
     assert status.jobs == ()
     assert status.arena.slots == 0
@@ -277,7 +277,7 @@ def test_newest_committed_version_is_never_evicted_for_unfinished_ones(store):
 def test_external_mark_commits_a_version(store):
     save_shard(store, shard_key(1, 0), parts=2)
     save_shard(store, shard_key(2, 0), parts=2)
-    store.mark_committed("job", shard_key(2).version_id)
+    store.versions.mark_committed("job", shard_key(2).version_id)
     assert [fact.marked_committed for fact in sorted(store.list_shards("job"), key=lambda fact: fact.key)] == [
         False,
         True,
@@ -435,7 +435,7 @@ def test_pinned_shard_stays_readable_when_dropped(store):
 def test_pinned_shard_outlives_its_deletion_but_is_not_offered(store):
     save_shard(store, shard_key(0))
     pin = store.pin(shard_key(0))
-    assert store.delete_versions("job", [shard_key(0).version_id]) == 1
+    assert store.versions.delete("job", [shard_key(0).version_id]) == 1
     assert store.list_shards("job") == []
     with pytest.raises(ShardNotFoundError):
         store.pin(shard_key(0))
@@ -462,9 +462,9 @@ def test_damage_is_found_reported_and_the_shard_dropped(store):
 def test_version_with_a_lost_part_cannot_be_committed(store):
     for version in (1, 2):
         save_shard(store, shard_key(version))
-        store.mark_committed("job", shard_key(version).version_id)
+        store.versions.mark_committed("job", shard_key(version).version_id)
     store.report_damage(shard_key(2), "a reader saw other bytes")
-    store.mark_committed("job", shard_key(2).version_id)
+    store.versions.mark_committed("job", shard_key(2).version_id)
     assert store.status().jobs[0].newest_committed == 1
     for version in (3, 4):
         save_shard(store, shard_key(version), parts=2)
@@ -488,8 +488,8 @@ def test_nonexistent_chunks_are_refused(store, chunks):
 def test_deleted_version_is_not_committed(store):
     for version in (1, 2):
         save_shard(store, shard_key(version))
-        store.mark_committed("job", shard_key(version).version_id)
-    assert store.delete_versions("job", [shard_key(2).version_id]) == 1
+        store.versions.mark_committed("job", shard_key(version).version_id)
+    assert store.versions.delete("job", [shard_key(2).version_id]) == 1
     assert store.status().jobs[0].newest_committed == 1
     for version in (3, 4):
         save_shard(store, shard_key(version), parts=2)
@@ -501,11 +501,11 @@ def test_deleted_version_is_not_committed(store):
 def test_deleting_a_job_removes_all_of_it_and_no_other(store):
     for job in ("job", "job2"):
         save_shard(store, shard_key(job=job))
-        store.put_blob(job, "layout", b"x")
-    assert store.delete_versions("job") == 1
-    assert store.delete_versions("job") == 0
+        store.blobs.put(job, "layout", b"x")
+    assert store.versions.delete("job") == 1
+    assert store.versions.delete("job") == 0
     assert [fact.key.job for fact in store.list_shards()] == ["job2"]
-    assert (store.list_blobs("job"), store.list_blobs("job2")) == ([], ["layout"])
+    assert (store.blobs.list_names("job"), store.blobs.list_names("job2")) == ([], ["layout"])
 
 
 # -- incarnations -----------------------------------------------------------------------------------------------------
@@ -578,32 +578,32 @@ def test_relabeled_slot_survives_a_newer_incarnation(store):
 
 def test_blobs_are_stored_per_job(store):
     save_shard(store, shard_key())
-    store.put_blob("job", "a", b"1")
-    store.put_blob("job", "a", b"2")
-    store.put_blob("job.a", "a", b"3")
-    store.put_blob("job", "a@b-c.d_E", bytes(1 << 20))
-    assert store.get_blob("job", "a") == b"2"
-    assert store.list_blobs("job") == ["a", "a@b-c.d_E"]
-    store.remove_blob("job", "a")
-    store.remove_blob("job", "a")
+    store.blobs.put("job", "a", b"1")
+    store.blobs.put("job", "a", b"2")
+    store.blobs.put("job.a", "a", b"3")
+    store.blobs.put("job", "a@b-c.d_E", bytes(1 << 20))
+    assert store.blobs.get("job", "a") == b"2"
+    assert store.blobs.list_names("job") == ["a", "a@b-c.d_E"]
+    store.blobs.remove("job", "a")
+    store.blobs.remove("job", "a")
     with pytest.raises(ShardNotFoundError):
-        store.get_blob("job", "a")
-    assert store.get_blob("job.a", "a") == b"3"
-    store.remove_blob("job.a", "a")
+        store.blobs.get("job", "a")
+    assert store.blobs.get("job.a", "a") == b"3"
+    store.blobs.remove("job.a", "a")
 
 
 def test_the_longest_names_are_kept_too(store):
     job = "j" * 128
     save_shard(store, shard_key(part=(1 << 20) - 1, job=job, name="i" * 64), 10, parts=1 << 20)
-    store.put_blob(job, "b" * 240, b"1")
-    assert store.list_blobs(job) == ["b" * 240]
-    store.delete_versions(job)
-    assert store.list_blobs(job) == []
+    store.blobs.put(job, "b" * 240, b"1")
+    assert store.blobs.list_names(job) == ["b" * 240]
+    store.versions.delete(job)
+    assert store.blobs.list_names(job) == []
 
 
 def test_a_large_blob_is_refused(store):
     with pytest.raises(RequestError, match="blob large has"):
-        store.put_blob("job", "large", bytes((48 << 20) + 1))
+        store.blobs.put("job", "large", bytes((48 << 20) + 1))
 
 
 # -- wrong requests ---------------------------------------------------------------------------------------------------
@@ -615,8 +615,8 @@ def test_names_invalid_as_files_are_refused(store, name):
         lambda: store.lease(shard_key(job=name), 10, 1),
         lambda: store.claim(name, "a"),
         lambda: store.reserve(name, 0, 10),
-        lambda: store.put_blob(name, "a", b""),
-        lambda: store.mark_committed(name, shard_key().version_id),
+        lambda: store.blobs.put(name, "a", b""),
+        lambda: store.versions.mark_committed(name, shard_key().version_id),
         lambda: store.epoch(name),
     ]
     for attempt in attempts:
@@ -628,9 +628,9 @@ def test_names_invalid_as_files_are_refused(store, name):
 @pytest.mark.parametrize("name", ["", ".", "../a", "/etc/passwd", "a/b", "-a", ".a", "a\0", "x" * 241])
 def test_blob_names_that_leave_the_folder_are_refused(store, name):
     for attempt in (
-        lambda: store.put_blob("job", name, b""),
-        lambda: store.get_blob("job", name),
-        lambda: store.remove_blob("job", name),
+        lambda: store.blobs.put("job", name, b""),
+        lambda: store.blobs.get("job", name),
+        lambda: store.blobs.remove("job", name),
     ):
         with pytest.raises(InvalidNameError, match="blob name"):
             attempt()

@@ -33,6 +33,7 @@ from peerstore.store.shards import ShardRemoval
 from peerstore.store.slot_eviction import SlotLimits
 from peerstore.store.slot_table import SlotTable
 from peerstore.store.slots import SlotState
+from peerstore.store.store_listener import StoreListeners
 from tests.simulation.memory import BURST, SLOTS, SimulatedSealing, damaged_chunks
 from tests.simulation.parity import SimulatedParityReplicator
 from tests.simulation.transfers import IncomingTransfers, OutgoingTransfer
@@ -63,7 +64,7 @@ class SimulatedAgent:
         self.keeping = ShardRemoval(self.shelf, self.jobs)
         self.leasing = LeaseManager(self.shelf, self.jobs, lambda *_: False, self.keeping.expire_job)
         self.sealing = SimulatedSealing(self.shelf, self.jobs, None)  # type: ignore[arg-type]
-        self.copies = ReplicaStore(self.shelf, self.jobs, self.leasing, self.keeping)
+        self.copies = ReplicaStore(self.shelf, self.jobs, self.leasing, self.keeping, StoreListeners())
         self.adoption = CrashRecovery(self.shelf, self.jobs, self.leasing)
         with self.shelf.lock:
             self.adoption.load_metadata()

@@ -22,32 +22,38 @@ if TYPE_CHECKING:
     from tests.simulation.agent import SimulatedAgent
 
 
-class SimulatedStore:
-    """The part of :class:`peerstore.store.node_store.NodeStore` that parity uses."""
+class SimulatedReplicas:
+    """The replicas of a simulated agent, which receives them under one process identity."""
 
     def __init__(self, agent: SimulatedAgent) -> None:
         from tests.simulation.agent import COPIER
 
-        self.agent, self.replicas, self.jobs, self._owner = agent, agent.copies, agent.jobs, COPIER
+        self._agent, self._owner = agent, COPIER
 
-    def list_blobs(self, _job: str) -> list[str]:
-        return []
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._agent.copies, name)
+
+    def begin_replica(self, record: ShardRecord, *, whole: bool) -> Lease | None:
+        return self._agent.copies.begin_replica(record, whole=whole, owner=self._owner)
+
+    def begin_parity(self, key: ShardKey, size_bytes: int, parts: int, *, whole: bool) -> Lease | None:
+        return self._agent.copies.begin_parity(key, size_bytes, parts, whole=whole, owner=self._owner)
+
+    def seal_replica(self, lease_id: str, record: ShardRecord, holders: tuple[str, ...]) -> None:
+        self._agent.copies.seal_replica(lease_id, record, holders)
+        if not record.key.kind:
+            self._agent.wake()
+
+
+class SimulatedStore:
+    """The part of :class:`peerstore.store.node_store.NodeStore` that parity uses."""
+
+    def __init__(self, agent: SimulatedAgent) -> None:
+        self.agent, self.replicas, self.jobs = agent, SimulatedReplicas(agent), agent.jobs
+        self.blobs = agent.shelf.blobs
 
     def report_damage(self, key: ShardKey, reason: str) -> None:
         self.agent.drop_damaged(key, reason)
-
-    def begin_replica(self, record: ShardRecord, *, whole: bool) -> Lease | None:
-        return self.replicas.begin_replica(record, whole=whole, owner=self._owner)
-
-    def seal_replica(self, lease_id: str, record: ShardRecord, holders: tuple[str, ...]) -> None:
-        self.replicas.seal_replica(lease_id, record, holders)
-        self.agent.wake()
-
-    def begin_parity(self, key: ShardKey, size_bytes: int, parts: int, *, whole: bool) -> Lease | None:
-        return self.replicas.begin_parity(key, size_bytes, parts, whole=whole, owner=self._owner)
-
-    def seal_parity(self, lease_id: str, record: ShardRecord) -> None:
-        self.replicas.seal_replica(lease_id, record, ())
 
     def release(self, lease_id: str) -> None:
         self.agent.leasing.release(lease_id)

@@ -24,7 +24,8 @@ from peerstore.server.job_peers import JobPeers
 from peerstore.server.node_peers import NodePeers
 from peerstore.settings import JobPeersConfig
 from peerstore.shard_records import ShardInfo, ShardKey, ShardRecord, VersionId
-from peerstore.store.node_store import NodeStore, StoreListener
+from peerstore.store.node_store import NodeStore
+from peerstore.store.store_listener import StoreListener
 from tieredckpt.agent.agent_api import (
     CHECKED_SETTINGS_BLOB,
     DAMAGED_BLOB_PREFIX,
@@ -200,11 +201,11 @@ class NodeAgentService(StoreListener):
         if (
             self._blob(job, DURABLE_SETTINGS_BLOB) != data
         ):  # compare the stored blob: the cached settings may be those of an expired job
-            self.store.put_blob(job, DURABLE_SETTINGS_BLOB, data)
+            self.store.blobs.put(job, DURABLE_SETTINGS_BLOB, data)
         previous = self.durable_settings(job)
         with self._checked_lock:
             if self._blob(job, CHECKED_SETTINGS_BLOB) is not None:
-                self.store.remove_blob(job, CHECKED_SETTINGS_BLOB)
+                self.store.blobs.remove(job, CHECKED_SETTINGS_BLOB)
         if previous != durable:
             self._forget_catalog(job)
         if (previous.url, previous.options) != (durable.url, durable.options):
@@ -244,7 +245,7 @@ class NodeAgentService(StoreListener):
         for group, reason in self.quarantine_reasons(job).items():
             if group in views and not views[group].quarantined:
                 views[group] = msgspec.structs.replace(views[group], quarantined=reason)
-        for group in self.store.retained(job) & views.keys():
+        for group in self.store.versions.retained(job) & views.keys():
             views[group] = msgspec.structs.replace(views[group], kept=True)
         settings = self._settings_for_reading(job)
         known = settings if settings.url else None
@@ -412,10 +413,10 @@ class NodeAgentService(StoreListener):
         read that tier.
         """
         log.error("job %s step %d (%s) is quarantined: %s", job, group.version, object_keys.group_stem(group), reason)
-        self.store.put_blob(job, QUARANTINE_BLOB_PREFIX + object_keys.group_stem(group), reason.encode())
+        self.store.blobs.put(job, QUARANTINE_BLOB_PREFIX + object_keys.group_stem(group), reason.encode())
 
     def unquarantine(self, job: str, group: VersionId) -> None:
-        self.store.remove_blob(job, QUARANTINE_BLOB_PREFIX + object_keys.group_stem(group))
+        self.store.blobs.remove(job, QUARANTINE_BLOB_PREFIX + object_keys.group_stem(group))
         self._crashed.forget(job, group=group)
         with self._catalog_for_reading(job) as catalog:
             if catalog is not None:
@@ -425,7 +426,7 @@ class NodeAgentService(StoreListener):
         """Return the steps marked on this node, with the reasons."""
         stems = [
             name.removeprefix(QUARANTINE_BLOB_PREFIX)
-            for name in self.store.list_blobs(job)
+            for name in self.store.blobs.list_names(job)
             if name.startswith(QUARANTINE_BLOB_PREFIX)
         ]
         found = {
@@ -446,12 +447,12 @@ class NodeAgentService(StoreListener):
         team = self.peers.team(job) if self.peers is not None else None
         if team is not None:
             unreachable |= team.broadcast_delete(groups, superseded=superseded)
-        self.store.delete_versions(job, list(groups))
-        for name in self.store.list_blobs(job):
+        self.store.versions.delete(job, list(groups))
+        for name in self.store.blobs.list_names(job):
             if name.startswith(DAMAGED_BLOB_PREFIX) and any(
                 name.startswith(DAMAGED_BLOB_PREFIX + object_keys.group_stem(group)) for group in groups
             ):
-                self.store.remove_blob(job, name)
+                self.store.blobs.remove(job, name)
         try:
             with self._catalog_for_reading(job) as catalog:
                 if catalog is not None and durable:
@@ -473,7 +474,7 @@ class NodeAgentService(StoreListener):
         self, job: str, group: VersionId, *, goes_on: bool, owner: ProcessIdentity | None = None
     ) -> None:
         self._crashed.load_done(owner or current_process(), job)
-        self.store.mark_committed(job, group)  # a step that loads is complete
+        self.store.versions.mark_committed(job, group)  # a step that loads is complete
         if goes_on:
             self.store.jobs.incarnations.resume_from(job, group)
 
@@ -489,7 +490,7 @@ class NodeAgentService(StoreListener):
     def on_shard_damaged(self, key: ShardKey, record: ShardRecord, reason: str) -> None:
         """Record the damage, so that the step is listed as damaged and not as one that never existed."""
         note = _DamageNote(key, record.parts, reason)
-        self.store.put_blob(
+        self.store.blobs.put(
             key.job,
             f"{DAMAGED_BLOB_PREFIX}{object_keys.group_stem(key.version_id)}.{key.part}",
             msgspec.msgpack.encode(note),
@@ -713,9 +714,9 @@ class NodeAgentService(StoreListener):
             if durable.url:
                 settings.append(_CheckedSettings(durable, owner))
             if settings:
-                self.store.put_blob(job, CHECKED_SETTINGS_BLOB, msgspec.msgpack.encode(settings))
+                self.store.blobs.put(job, CHECKED_SETTINGS_BLOB, msgspec.msgpack.encode(settings))
             elif self._blob(job, CHECKED_SETTINGS_BLOB) is not None:
-                self.store.remove_blob(job, CHECKED_SETTINGS_BLOB)
+                self.store.blobs.remove(job, CHECKED_SETTINGS_BLOB)
 
     def _checked(self, job: str) -> list[_CheckedSettings]:
         blob = self._blob(job, CHECKED_SETTINGS_BLOB)
@@ -758,7 +759,7 @@ class NodeAgentService(StoreListener):
     def _add_damaged(self, job: str, views: dict[VersionId, StepStatus]) -> None:
         """Add damaged parts to ``views``; delete notes of parts that exist again or precede a complete step."""
         newest_complete = max((group for group, view in views.items() if view.candidate.is_complete), default=None)
-        for name in self.store.list_blobs(job):
+        for name in self.store.blobs.list_names(job):
             blob = self._blob(job, name) if name.startswith(DAMAGED_BLOB_PREFIX) else None
             if blob is None:
                 continue
@@ -766,7 +767,7 @@ class NodeAgentService(StoreListener):
             group, part = note.key.version_id, note.key.part
             view = views.get(group) or StepStatus(group, note.parts, {})
             if part in view.found or (newest_complete is not None and newest_complete > group):
-                self.store.remove_blob(job, name)
+                self.store.blobs.remove(job, name)
             else:
                 views[group] = msgspec.structs.replace(view, damaged={**view.damaged, part: note.reason})
 
@@ -819,7 +820,7 @@ class NodeAgentService(StoreListener):
 
     def _blob(self, job: str, name: str) -> bytes | None:
         try:
-            return self.store.get_blob(job, name)
+            return self.store.blobs.get(job, name)
         except ShardNotFoundError:
             return None
 

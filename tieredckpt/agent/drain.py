@@ -29,7 +29,8 @@ from peerstore import deadlines
 from peerstore.errors import PeerStoreError, ShardDamagedError, ShardNotFoundError
 from peerstore.failpoints import failpoint
 from peerstore.shard_records import RetentionMark, ShardKey, ShardRecord, VersionId
-from peerstore.store.node_store import NodeStore, StoreListener
+from peerstore.store.node_store import NodeStore
+from peerstore.store.store_listener import StoreListener
 from tieredckpt.agent.agent_api import DrainState, DrainStatus
 from tieredckpt.agent.durable_catalog import (
     CatalogListing,
@@ -470,7 +471,7 @@ class Drain(StoreListener):
                 catalog.store.get_ranges(name, [(0, 1)])
         except (ObjectNotFoundError, CheckpointDamagedError):
             log.warning("%s is missing or damaged in %s and is uploaded again", key, catalog.store.url)
-            self._store.remove_blob(job, DRAINED_BLOB_PREFIX + _shard_stem(key))
+            self._store.blobs.remove(job, DRAINED_BLOB_PREFIX + _shard_stem(key))
             return False
         return True
 
@@ -529,7 +530,7 @@ class Drain(StoreListener):
         file = encode_shard_file(index, layout, table)
         catalog.store.put(object_keys.shard_index_key(key), file)
         failpoint("drain.indexed")
-        self._store.put_blob(step.job, DRAINED_BLOB_PREFIX + _shard_stem(key), file)
+        self._store.blobs.put(step.job, DRAINED_BLOB_PREFIX + _shard_stem(key), file)
         journal.flush()
         failpoint("drain.noted")
 
@@ -565,7 +566,7 @@ class Drain(StoreListener):
             self._problems.pop(step.job, None)
         self.totals.seconds += self._clock() - began
         self.totals.lag_s = self._clock() - step.sealed_at
-        self._store.mark_committed(step.job, step.version_id)
+        self._store.versions.mark_committed(step.job, step.version_id)
         self._settle(step, "done")
         log.info("%s step %d is durable in %s", step.job, step.version_id.version, catalog.store.url)
         self._skip_incomplete(step)
@@ -664,7 +665,7 @@ class Drain(StoreListener):
                 log.info("%s step %d was deleted from %s", job, group.version, catalog.store.url)
         if job not in self._cleaned:
             self._cleaned.add(job)
-            journals = [name for name in self._store.list_blobs(job) if name.startswith(JOURNAL_BLOB_PREFIX)]
+            journals = [name for name in self._store.blobs.list_names(job) if name.startswith(JOURNAL_BLOB_PREFIX)]
             keep = [name.removeprefix(JOURNAL_BLOB_PREFIX).replace("@", "/") for name in journals]
             catalog.store.abort_stale_uploads(f"{job}/", older_than_s=_ABANDONED_S, keep=keep)
 
@@ -693,7 +694,7 @@ class Drain(StoreListener):
     def _release(self, step: _DrainingStep) -> None:
         self._unhold(step)
         for key in step.shards:
-            self._store.remove_blob(step.job, DRAINED_BLOB_PREFIX + _shard_stem(key))
+            self._store.blobs.remove(step.job, DRAINED_BLOB_PREFIX + _shard_stem(key))
         self._forget_closed(step.job)
 
     def _forget_closed(self, job: str) -> None:
@@ -709,7 +710,7 @@ class Drain(StoreListener):
 
     def _read_note(self, job: str, name: str) -> bytes | None:
         try:
-            return self._store.get_blob(job, name)
+            return self._store.blobs.get(job, name)
         except (ShardNotFoundError, ShardDamagedError):
             return None
 
@@ -730,12 +731,12 @@ class _Journal:
         if name in self._removed:
             return None
         try:
-            return self._store.get_blob(self._job, JOURNAL_BLOB_PREFIX + _blob_name(name))
+            return self._store.blobs.get(self._job, JOURNAL_BLOB_PREFIX + _blob_name(name))
         except (ShardNotFoundError, ShardDamagedError):
             return None
 
     def put(self, name: str, data: bytes) -> None:
-        self._store.put_blob(self._job, JOURNAL_BLOB_PREFIX + _blob_name(name), data)
+        self._store.blobs.put(self._job, JOURNAL_BLOB_PREFIX + _blob_name(name), data)
         self._removed.discard(name)
 
     def remove(self, name: str) -> None:
@@ -743,7 +744,7 @@ class _Journal:
 
     def flush(self) -> None:
         for name in self._removed:
-            self._store.remove_blob(self._job, JOURNAL_BLOB_PREFIX + _blob_name(name))
+            self._store.blobs.remove(self._job, JOURNAL_BLOB_PREFIX + _blob_name(name))
         self._removed.clear()
 
 

@@ -39,13 +39,13 @@ class StopReport(msgspec.Struct, frozen=True):
 
 def record_stopped_step(agent: NodeAgentAPI, job: str, stopped: StoppedStep) -> None:
     """Record with the agent the step that the ranks of ``job`` sealed when it was stopped."""
-    agent.store.put_blob(job, STOPPED_STEP_BLOB, msgspec.msgpack.encode(stopped))
+    agent.store.blobs.put(job, STOPPED_STEP_BLOB, msgspec.msgpack.encode(stopped))
 
 
 def report_last_stop(agent: NodeAgentAPI, job: str) -> StopReport:
     """Return the agent's record of the last stop and the newest versions in the tiers."""
     try:
-        stopped = from_msgpack(agent.store.get_blob(job, STOPPED_STEP_BLOB), StoppedStep)
+        stopped = from_msgpack(agent.store.blobs.get(job, STOPPED_STEP_BLOB), StoppedStep)
     except ShardNotFoundError:
         return StopReport()
     except (ShardDamagedError, msgspec.MsgspecError) as error:

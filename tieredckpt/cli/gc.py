@@ -163,7 +163,7 @@ def stored_size_bytes(catalog: DurableCatalog, group: VersionId) -> int:
 
 def _abort_stale_uploads(client: TierClient, catalog: DurableCatalog, job: str, older_than_s: float) -> int:
     """Abort stale uploads, except those that this node's agent will resume. Return their number."""
-    journals = client.agent.store.list_blobs(job) if client.agent is not None else []
+    journals = client.agent.store.blobs.list_names(job) if client.agent is not None else []
     keep = [
         name.removeprefix(JOURNAL_BLOB_PREFIX).replace("@", "/")
         for name in journals

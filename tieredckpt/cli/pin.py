@@ -114,7 +114,7 @@ def _mark_in_tiers(client: TierClient, location: Location, views: list[StepStatu
     marked = []
     if client.agent is not None:
         for view in views:
-            client.agent.store.retain(location.job, view.version_id, kept=kept)
+            client.agent.store.versions.retain(location.job, view.version_id, kept=kept)
         marked.append("memory")
     if any(view.durable for view in views):
         for view in views:

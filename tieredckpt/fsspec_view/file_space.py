@@ -144,7 +144,7 @@ class StepFileSpace:
                 if attempt > recorded:
                     self._record_attempt(session, at, attempt)
             if left:
-                store.delete_versions(self.space, sorted({key.version_id for key in left}))
+                store.versions.delete(self.space, sorted({key.version_id for key in left}))
         with self._lock:
             self._begun[step] = _Attempt(VersionId(epoch, step, last[step] + 1, incarnation), saving)
 
@@ -258,18 +258,18 @@ class StepFileSpace:
                     source.close()
             finally:
                 self._record_attempt(session, step, attempt.version_id.attempt)
-                store.delete_versions(self.space, [attempt.version_id])
+                store.versions.delete(self.space, [attempt.version_id])
             kept = {fact.key.version for fact in store.list_shards(self.space)} | {step}
-            for name in store.list_blobs(self.space):
+            for name in store.blobs.list_names(self.space):
                 if name.startswith(_ATTEMPT) and int(name.removeprefix(_ATTEMPT)) not in kept:
-                    store.remove_blob(self.space, name)
+                    store.blobs.remove(self.space, name)
 
     def _record_attempt(self, session: Session, step: int, attempt: int) -> None:
-        session.agent.store.put_blob(self.space, f"{_ATTEMPT}{step}", str(attempt).encode())
+        session.agent.store.blobs.put(self.space, f"{_ATTEMPT}{step}", str(attempt).encode())
 
     def _recorded_attempt(self, session: Session, step: int) -> int:
         try:
-            return int(session.agent.store.get_blob(self.space, f"{_ATTEMPT}{step}"))
+            return int(session.agent.store.blobs.get(self.space, f"{_ATTEMPT}{step}"))
         except ShardNotFoundError:
             return -1
 
@@ -363,7 +363,7 @@ class SideFileStore:
                 if durable is not None:
                     durable.put(object_keys.side_file_key(self.job, name), content)
                 else:
-                    self._store.put_blob(self.job, name, content)
+                    self._store.blobs.put(self.job, name, content)
 
     def find(self, path: str) -> SideFile | None:
         data = self._get(f"{_ENTRY}{_encode_path(path)}")
@@ -380,7 +380,7 @@ class SideFileStore:
         """Return the paths of all side files and folders below ``folder``, at any depth. Empty: below the job."""
         prefix = _ENTRY + (_encode_path(f"{folder}/") if folder else "")
         with translated_store_errors(f"the files of {self.job} cannot be listed"):
-            found = {name for name in self._store.list_blobs(self.job) if name.startswith(prefix)}
+            found = {name for name in self._store.blobs.list_names(self.job) if name.startswith(prefix)}
             durable = self._durable()
             if durable is not None:
                 found |= {
@@ -398,7 +398,7 @@ class SideFileStore:
             if durable is not None:
                 durable.delete([object_keys.side_file_key(self.job, name) for name in both])
             for name in both:
-                self._store.remove_blob(self.job, name)
+                self._store.blobs.remove(self.job, name)
         return True
 
     def _remove_stale_files(self, path: str) -> None:
@@ -442,7 +442,7 @@ class SideFileStore:
                 with contextlib.suppress(ObjectNotFoundError):
                     return durable.get(object_keys.side_file_key(self.job, name))
             with contextlib.suppress(ShardNotFoundError):  # also files from before a durable tier was configured
-                return self._store.get_blob(self.job, name)
+                return self._store.blobs.get(self.job, name)
         return None
 
 

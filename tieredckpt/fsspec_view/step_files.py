@@ -486,9 +486,9 @@ class SlotFile(io.RawIOBase):
             with translated_store_errors(f"{final} of step {self.step} was not sealed"):
                 self._require(total)
                 os.pwrite(self._fd, layout.header(sizes), 0)
-                store.put_blob(self._space, LAYOUT_BLOB_PREFIX + layout.digest, pack_blob(encode_layout(layout)))
+                store.blobs.put(self._space, LAYOUT_BLOB_PREFIX + layout.digest, pack_blob(encode_layout(layout)))
                 if table is not None:
-                    store.put_blob(self._space, TABLE_BLOB_PREFIX + table.digest, pack_blob(encode_table(table)))
+                    store.blobs.put(self._space, TABLE_BLOB_PREFIX + table.digest, pack_blob(encode_table(table)))
                 meta = ShardMeta(
                     layout=layout.digest,
                     item_sizes=sizes,

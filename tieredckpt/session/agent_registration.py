@@ -72,7 +72,7 @@ class AgentRegistration:
                     f"at most {show_size(MAX_BLOB_BYTES)}, enough for millions of tensors in one rank. Save fewer and "
                     "larger tensors, or save from more ranks"
                 )
-            self._agent.store.put_blob(self._job, name, data)
+            self._agent.store.blobs.put(self._job, name, data)
             self._known_blobs.add(name)
 
     def renew(self) -> None:

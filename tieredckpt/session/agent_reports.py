@@ -42,7 +42,7 @@ class CommitReporter:
 
     def newest_complete_step(self) -> int:
         """Return the newest step that this node knows as complete, or -1."""
-        group = self._agent.store.newest_committed(self._job)
+        group = self._agent.store.versions.newest_committed(self._job)
         known = [one.version for one in (group, self.committed) if one is not None]
         return max(known, default=-1)
 
@@ -64,7 +64,7 @@ class CommitReporter:
         newest = self.record_committed(group)
         if self._registration.agents_are_isolated and self._reported != newest:
             try:
-                self._agent.store.mark_committed(self._job, newest)
+                self._agent.store.versions.mark_committed(self._job, newest)
                 self._reported = newest
             except PeerStoreError as error:  # the version is complete anyway, and the next save repeats the report
                 log.warning(
@@ -94,7 +94,7 @@ class CommitReporter:
             unreported, self._unreported_parts = self._unreported_parts, []
         for number, (group, part) in enumerate(unreported):
             try:
-                self._agent.store.abort_part(self._job, group, part)
+                self._agent.store.versions.abort_part(self._job, group, part)
             except PeerStoreError as error:
                 log.warning(
                     "%s: the agent did not receive the report that a part of step %d was aborted: %s",
@@ -197,7 +197,7 @@ class LoadReporter:
         if self._has_published:
             return
         try:
-            message = self._agent.store.get_blob(self._job, _load_blob_name(trainer))
+            message = self._agent.store.blobs.get(self._job, _load_blob_name(trainer))
         except ShardNotFoundError:
             return
         group, lifetime = from_msgpack(message, tuple[VersionId, str])
@@ -210,17 +210,17 @@ class LoadReporter:
         self.report_survived(stepped=False)
         if self._has_published:
             with contextlib.suppress(PeerStoreError, OSError):
-                self._agent.store.remove_blob(self._job, _load_blob_name(current_process()))
+                self._agent.store.blobs.remove(self._job, _load_blob_name(current_process()))
 
     def _publish(self, group: VersionId) -> None:
         """Publish a load in the agent for DCP's save processes, which receive the state and not the load."""
         message = msgspec.msgpack.encode((group, self._incarnation.capture().lifetime_id))
         store = self._agent.store
-        store.put_blob(self._job, _load_blob_name(current_process()), message)
+        store.blobs.put(self._job, _load_blob_name(current_process()), message)
         if not self._has_published:
             self._has_published = True
-            for name in _stale_load_blobs(store.list_blobs(self._job)):
-                store.remove_blob(self._job, name)
+            for name in _stale_load_blobs(store.blobs.list_names(self._job)):
+                store.blobs.remove(self._job, name)
 
 
 def _load_blob_name(process: ProcessIdentity) -> str:

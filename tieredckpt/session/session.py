@@ -290,13 +290,13 @@ class Session:
                 required=required or msgspec.UNSET,
             )
             if keep:  # before the seal, so that no newer step evicts it in between
-                store.retain(self.job, key.version_id)
+                store.versions.retain(self.job, key.version_id)
             try:
                 record = self._send_seal(staged, meta, table)
             except BaseException:
                 if keep:
                     with contextlib.suppress(PeerStoreError):  # a failed step must not use up a retained one's place
-                        store.retain(self.job, key.version_id, kept=False)
+                        store.versions.retain(self.job, key.version_id, kept=False)
                 raise
         except PeerStoreError as error:
             raise SaveFailedError(f"{key} was not sealed: {error}") from error

@@ -139,7 +139,7 @@ class MemoryService:
             if _namespace_of(fact.meta) == name
         ]
         if older:
-            self._store.delete_versions(memory_service_options.MEMORY_SERVICE_JOB, older)
+            self._store.versions.delete(memory_service_options.MEMORY_SERVICE_JOB, older)
 
     def _next_stamp(self) -> int:
         with self._stamp_lock:
@@ -187,7 +187,7 @@ class MemoryService:
         note, until = found.shard.note, found.shard.key.attempt
         removed = RemovedShard(name, note.generation, rank, step, until)
         self.holdings.gossip.change(lambda known: with_removed_shard(known, removed, now_ns=self._clock_ns()))
-        self._store.delete_versions(memory_service_options.MEMORY_SERVICE_JOB, [found.shard.key.version_id])
+        self._store.versions.delete(memory_service_options.MEMORY_SERVICE_JOB, [found.shard.key.version_id])
         self.holdings.shard_changed()
 
     def latest(self, name: str, limit: int) -> list[int]:

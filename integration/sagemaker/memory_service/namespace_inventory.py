@@ -27,7 +27,8 @@ from peerstore.errors import PeerStoreError, ShardNotFoundError
 from peerstore.peers.peer_messages import GetPeerBlob, PutPeerBlob
 from peerstore.server.job_peers import JobPeers
 from peerstore.shard_records import ShardInfo, ShardRecord
-from peerstore.store.node_store import NodeStore, StoreListener
+from peerstore.store.node_store import NodeStore
+from peerstore.store.store_listener import StoreListener
 from tieredckpt.memory_service_options import MEMORY_SERVICE_JOB, REGISTRY_BLOB_PREFIX
 
 log = logging.getLogger(__name__)
@@ -64,7 +65,7 @@ class RegistryGossip:
         with self._lock:
             raw = {
                 name: data
-                for name in self._store.list_blobs(MEMORY_SERVICE_JOB)
+                for name in self._store.blobs.list_names(MEMORY_SERVICE_JOB)
                 if (data := self._blob(name)) is not None
             }
             if raw != self._read[0]:
@@ -78,7 +79,7 @@ class RegistryGossip:
         if not name.startswith(REGISTRY_BLOB_PREFIX):
             return None
         with contextlib.suppress(ShardNotFoundError):
-            return self._store.get_blob(MEMORY_SERVICE_JOB, name)
+            return self._store.blobs.get(MEMORY_SERVICE_JOB, name)
         return None
 
     def change(self, changed: Callable[[Registry], Registry]) -> Registry:
@@ -86,7 +87,7 @@ class RegistryGossip:
         with self._changing:
             fresh = changed(self.registry())
             data = encode_registry(fresh)
-            self._store.put_blob(MEMORY_SERVICE_JOB, self._mine, data)
+            self._store.blobs.put(MEMORY_SERVICE_JOB, self._mine, data)
             for node in self._others():
                 self._send(node, data)
             return fresh
@@ -161,7 +162,7 @@ class RegistryGossip:
             merged = merge_registries(before, received, now_ns=self._clock_ns())
             if merged == before:
                 return False
-            self._store.put_blob(MEMORY_SERVICE_JOB, self._mine, encode_registry(merged))
+            self._store.blobs.put(MEMORY_SERVICE_JOB, self._mine, encode_registry(merged))
             return True
 
 
@@ -275,7 +276,7 @@ class NamespaceInventory(StoreListener):
             ]
             if not surplus:
                 return 0
-            count = self._store.delete_versions(MEMORY_SERVICE_JOB, [key.version_id for key in surplus])
+            count = self._store.versions.delete(MEMORY_SERVICE_JOB, [key.version_id for key in surplus])
             self.evicted_count += count
             for key in surplus:
                 log.info("memory service: deleted step %d of rank %d on this node", key.version, key.part)

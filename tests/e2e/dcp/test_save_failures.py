@@ -90,7 +90,7 @@ class UnreachableAgent:
 
     def __init__(self, settings, job):
         self._node = NodeAgentClient(settings, job)
-        self.store = self
+        self.store = self.versions = self
         self.deaf = False
         self.refused = 0
 
@@ -104,10 +104,11 @@ class UnreachableAgent:
         if self.deaf:
             self.refused += 1
             raise AgentUnreachableError("gone for a moment")
-        getattr(self._node.store, what)(*args)
+        getattr(self._node.store.versions, what)(*args)
 
     def __getattr__(self, name):
-        return getattr(self._node if hasattr(self._node, name) else self._node.store, name)
+        parts = (self._node, self._node.store, self._node.store.versions)
+        return next(getattr(part, name) for part in parts if hasattr(part, name))
 
     def close(self):
         self._node.close()

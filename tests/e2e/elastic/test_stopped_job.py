@@ -95,7 +95,7 @@ def test_next_run_raises_without_the_sealed_version_unless_overridden(elastic_ru
     with agent() as client:
         views = client.list_steps("stopping", fresh=True).views
         (gone,) = [one.version_id for one in views if one.version_id.version == stopped.step]
-        client.store.delete_versions("stopping", [gone])
+        client.store.versions.delete("stopping", [gone])
     done, restored = elastic_run(stopped.step + 3)
     assert (done.returncode, restored) == (ExitCode.JOB_FAILED, []), done.stderr
     assert f"the last run was stopped after its ranks sealed step {stopped.step}@{stopped.epoch}" in done.stderr

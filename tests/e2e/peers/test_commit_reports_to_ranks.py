@@ -56,7 +56,7 @@ def saves(job, left_out):
         found = STEPS - 1 if alone else ckpt.restore(other)
         store = ckpt.session.agent.store
         here = sorted({(fact.key.part, fact.key.version) for fact in store.list_shards(ckpt.session.job)})
-        whole = store.newest_committed(ckpt.session.job)
+        whole = store.versions.newest_committed(ckpt.session.job)
         dist.barrier()  # a rank that has requested nothing may exit before another one has its group
     return ends, here, whole.version, (found, found if alone else other["w"][0].item())
 

@@ -57,7 +57,7 @@ def size_of(of):
 def work(client, versions, sealed):
     """Save versions with two writers: slots are reused or grown, versions are superseded and deleted."""
     client.claim("job", "a")
-    client.put_blob("job", "settings", b"kept")
+    client.blobs.put("job", "settings", b"kept")
     for version in versions:
         for part in PARTS:
             of = shard_key(version, part)
@@ -66,9 +66,9 @@ def work(client, versions, sealed):
             write_slot(lease, shard_content(of, size_of(of)))
             client.seal(lease.id, size_of(of), b"meta")
             sealed.append(of)
-        client.mark_committed("job", shard_key(version).version_id)
+        client.versions.mark_committed("job", shard_key(version).version_id)
     sealed[:] = [of for of in sealed if of.version != versions[-1]]
-    client.delete_versions("job", [shard_key(versions[-1]).version_id])
+    client.versions.delete("job", [shard_key(versions[-1]).version_id])
     lease = client.lease(shard_key(versions[-1], 0, attempt=1), 58 * MIB, 2)  # evicts another writer's free slot
     client.release(lease.id)
 
@@ -154,7 +154,7 @@ def test_flipped_byte_is_reported_and_the_version_is_not_committed(directory):
             lease = client.lease(of, MIB, 1)
             write_slot(lease, shard_content(of, MIB))
             client.seal(lease.id, MIB)
-            client.mark_committed("job", of.version_id)
+            client.versions.mark_committed("job", of.version_id)
         pin = client.pin(shard_key(2))  # the pin's file stays open until the client closes it
         slot = pinned_file(pin).readlink()
         agent.kill()
@@ -166,7 +166,9 @@ def test_flipped_byte_is_reported_and_the_version_is_not_committed(directory):
         (damage,) = client.status().damage_reports
         assert (damage.job, damage.what) == ("job", "job/2 part 0 (epoch 1 a)")
         assert "chunks differ after a restart" in damage.reason
-        client.mark_committed("job", shard_key(2).version_id)  # from a client that does not know of the damage yet
+        client.versions.mark_committed(
+            "job", shard_key(2).version_id
+        )  # from a client that does not know of the damage yet
         assert client.status().jobs[0].newest_committed == 1
         for version in (3, 4):  # incomplete: a second part never comes
             lease = client.lease(shard_key(version), MIB, 2)
@@ -191,7 +193,7 @@ def test_files_missing_at_adoption_are_absent(directory, harm, left, damages):
             lease = client.lease(of, MIB, 1)
             write_slot(lease, shard_content(of, MIB))
             client.seal(lease.id, MIB)
-            client.mark_committed("job", of.version_id)
+            client.versions.mark_committed("job", of.version_id)
         pin = client.pin(shard_key(2))  # the pin's file stays open until the client closes it
         slot = pinned_file(pin).readlink()
         agent.kill()
@@ -241,9 +243,9 @@ def test_deleted_version_does_not_return(directory):
     with store_agent(directory, *BUDGET) as agent, agent.client(retry_s=20) as client:
         lease = client.lease(shard_key(1), MIB, 1)
         client.seal(lease.id, MIB)
-        client.mark_committed("job", group)
+        client.versions.mark_committed("job", group)
         client.pin(shard_key(1))
-        assert client.delete_versions("job", [group]) == 1
+        assert client.versions.delete("job", [group]) == 1
         agent.kill()
     with store_agent(directory, *BUDGET) as agent, agent.client(retry_s=20) as client:
         assert client.list_shards("job") == []

@@ -64,7 +64,7 @@ def test_repeated_restarts_keep_files_and_threads_constant():
                 assert agent.wait_ready()
                 with agent.client() as client:
                     save_shard(client, shard_key(version))
-                    client.mark_committed("job", shard_key(version).version_id)
+                    client.versions.mark_committed("job", shard_key(version).version_id)
                     assert load_shard(client, shard_key(version)) == shard_content(shard_key(version), MIB)
                     seen.append((files_of(agent), len(list(Path(f"/proc/{agent.process.pid}/task").iterdir()))))
                 agent.kill()

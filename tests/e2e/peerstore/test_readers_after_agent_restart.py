@@ -86,7 +86,7 @@ def test_memory_of_a_reader_counts_until_it_ends(directory):
         reader = Reader(directory, 1)
         agent.kill()
     with store_agent(directory, "--budget", "12MiB") as agent, agent.client(retry_s=20) as client:
-        client.delete_versions("job", [shard_key(1).version_id])
+        client.versions.delete("job", [shard_key(1).version_id])
         assert client.list_shards("job") == []
         assert client.status().arena.allocated_bytes == SIZE
         with pytest.raises(PeerStoreError):

@@ -238,11 +238,11 @@ def test_resume_points_of_killed_processes_are_dropped():
     save("url", "killed", 1)
     store = open_session("killed", load_settings()).agent.store
     for started in range(100):
-        store.put_blob("killed", f"resumed.{os.getpid()}.{started}", b"")
+        store.blobs.put("killed", f"resumed.{os.getpid()}.{started}", b"")
     close_sessions()
     load("url", "killed", 1)
     store = open_session("killed", load_settings()).agent.store
-    left = {int(name.rpartition(".")[2]) for name in store.list_blobs("killed") if name.startswith("resumed.")}
+    left = {int(name.rpartition(".")[2]) for name in store.blobs.list_names("killed") if name.startswith("resumed.")}
     assert left == {*range(68, 100), current_process().start_time}
 
 

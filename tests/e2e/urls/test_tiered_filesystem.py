@@ -236,7 +236,7 @@ def test_metadata_that_names_files_which_are_not_here_completes_nothing(agent_di
     def forgetful(self, step, name, final):
         if final == ".metadata":
             store = self.session.agent.store
-            store.delete_versions(self.space, [fact.key.version_id for fact in store.list_shards(self.space)])
+            store.versions.delete(self.space, [fact.key.version_id for fact in store.list_shards(self.space)])
         original(self, step, name, final)
 
     monkeypatch.setattr(StepFileSpace, "rename", forgetful)

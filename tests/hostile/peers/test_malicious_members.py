@@ -175,7 +175,7 @@ def test_member_of_a_job_cannot_access_another_job(nodes, member_connection, op,
 
 
 def test_blobs_of_another_job_are_inaccessible(nodes, member_connection):
-    nodes["n2"].store.put_blob("other", "private", b"x")
+    nodes["n2"].store.blobs.put("other", "private", b"x")
     for name in ("private", "../other/private", "other/private", ""):
         with pytest.raises(PeerStoreError):
             member_connection.call("blob", GetPeerBlob(name), bytes)
@@ -447,7 +447,7 @@ def test_oversized_blob_is_refused(nodes, member_connection):
         member_connection.call(
             "put_blob", PutPeerBlob(LAYOUT_BLOB_PREFIX + "b16"), type(None), payload=[memoryview(bytes(49 * MIB))]
         )
-    assert LAYOUT_BLOB_PREFIX + "b16" not in nodes["n2"].store.list_blobs(JOB)
+    assert LAYOUT_BLOB_PREFIX + "b16" not in nodes["n2"].store.blobs.list_names(JOB)
     assert_unharmed(nodes)
 
 
@@ -486,15 +486,15 @@ def test_private_blobs_are_neither_read_nor_replaced_by_others(nodes, member_con
     """Private blobs are the durable settings, quarantine marks, drain records and all unknown names."""
     store = nodes["n2"].store
     if name != "peers":
-        store.put_blob(JOB, name, b"mine")
-    before = store.get_blob(JOB, name)
+        store.blobs.put(JOB, name, b"mine")
+    before = store.blobs.get(JOB, name)
     with pytest.raises(RequestError, match="own"):
         member_connection.call("blob", GetPeerBlob(name), bytes)
     with pytest.raises(RequestError, match="own"):
         member_connection.call("blobs", GetPeerBlobs((name,)), dict[str, bytes])
     with pytest.raises(RequestError, match="not for node n1 to change"):
         member_connection.call("put_blob", PutPeerBlob(name), type(None), payload=[memoryview(b"theirs")])
-    assert store.get_blob(JOB, name) == before
+    assert store.blobs.get(JOB, name) == before
     assert_unharmed(nodes)
 
 
@@ -504,7 +504,7 @@ def test_existing_layout_is_not_replaced(nodes, member_connection):
         member_connection.call(
             "put_blob", PutPeerBlob(LAYOUT_BLOB_PREFIX + "abc"), type(None), payload=[memoryview(data)]
         )
-    assert store.get_blob(JOB, LAYOUT_BLOB_PREFIX + "abc") == b"first"
+    assert store.blobs.get(JOB, LAYOUT_BLOB_PREFIX + "abc") == b"first"
     assert member_connection.call("blob", GetPeerBlob(LAYOUT_BLOB_PREFIX + "abc"), bytes) == b"first"
 
 
@@ -514,12 +514,12 @@ def test_registry_is_changed_only_by_its_own_node(nodes, member_connection):
         member_connection.call(
             "put_blob", PutPeerBlob(REGISTRY_BLOB_PREFIX + "n1"), type(None), payload=[memoryview(data)]
         )
-    assert store.get_blob(JOB, REGISTRY_BLOB_PREFIX + "n1") == b"second"
+    assert store.blobs.get(JOB, REGISTRY_BLOB_PREFIX + "n1") == b"second"
     with pytest.raises(RequestError, match="not for node n1"):
         member_connection.call(
             "put_blob", PutPeerBlob(REGISTRY_BLOB_PREFIX + "n2"), type(None), payload=[memoryview(b"not mine")]
         )
-    assert REGISTRY_BLOB_PREFIX + "n2" not in store.list_blobs(JOB)
+    assert REGISTRY_BLOB_PREFIX + "n2" not in store.blobs.list_names(JOB)
 
 
 # -- implausible numbers ----------------------------------------------------------------------------------------------

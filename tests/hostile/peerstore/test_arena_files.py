@@ -68,7 +68,7 @@ def directory():
     with store_directory() as place:
         with contextlib.closing(NodeStore(TmpfsArena(place), StoreSettings(budget="64MiB"))) as store:
             save_shard(store, GOOD)
-            store.mark_committed("job", GOOD.version_id)
+            store.versions.mark_committed("job", GOOD.version_id)
         yield place
 
 

@@ -73,7 +73,7 @@ def test_agent_refuses_impossible_settings(store, changes):
         configure = agent_operations(node)["configure"]
         with pytest.raises(SettingsError):
             configure.answer(ConfigureRequest("job", DurableSettings(url="file:///nowhere", **changes)), None)
-        assert store.list_blobs("job") == []
+        assert store.blobs.list_names("job") == []
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ ALL = ("n1", "n2", "n3")
 
 
 def nodes_retaining(nodes):
-    return {name for name in ALL if V1.version_id in nodes[name].store.retained("job")}
+    return {name for name in ALL if V1.version_id in nodes[name].store.versions.retained("job")}
 
 
 def write_everywhere(nodes, versions):
@@ -22,11 +22,11 @@ def write_everywhere(nodes, versions):
 def test_retained_version_is_kept_everywhere_until_released():
     with local_nodes(*ALL, copies=3) as nodes:
         write_everywhere(nodes, [1])
-        nodes["n2"].store.retain("job", V1.version_id)
+        nodes["n2"].store.versions.retain("job", V1.version_id)
         wait_until(lambda: nodes_retaining(nodes) == {*ALL}, "all nodes retain the version")
         write_everywhere(nodes, range(2, 7))
         assert nodes.holders(V1) == {*ALL}
-        nodes["n3"].store.retain("job", V1.version_id, kept=False)
+        nodes["n3"].store.versions.retain("job", V1.version_id, kept=False)
         wait_until(lambda: not nodes_retaining(nodes), "all nodes have released the version")
         write_everywhere(nodes, range(7, 10))
         assert nodes.holders(V1) == set()
@@ -37,7 +37,7 @@ def test_deleted_version_is_gone_everywhere_and_stays_gone():
         write_everywhere(nodes, [1, 2])
         group = shard_key(2).version_id
         assert nodes["n3"].job_peers.broadcast_delete([group]) == {}
-        nodes["n3"].store.delete_versions("job", [group])
+        nodes["n3"].store.versions.delete("job", [group])
         assert nodes.holders(shard_key(2)) == set()
         write_everywhere(nodes, [3])  # pings were exchanged since
         assert {nodes[name].job_peers.newest_replicated for name in ALL} == {shard_key(3).version_id}
@@ -49,7 +49,7 @@ def test_superseded_replicas_are_deleted_unless_retained():
     with local_nodes(*ALL, copies=3) as nodes:
         writer, retaining, other = ALL
         write_everywhere(nodes, [1])
-        nodes[retaining].store.retain("job", V1.version_id)
+        nodes[retaining].store.versions.retain("job", V1.version_id)
         wait_until(lambda: nodes_retaining(nodes) == {*ALL}, "all nodes retain the version")
         write_everywhere(nodes, [2, 3])
         before = {fact.key for fact in nodes[writer].store.list_shards("job")}

@@ -39,8 +39,8 @@ def nodes():
     with local_nodes(*NAMES, copies=1) as nodes:
         for part, name in enumerate(WRITERS):
             store = nodes[name].store
-            store.put_blob(JOB, LAYOUT_BLOB_PREFIX + layout(part), pack_blob(text(part)))
-            store.put_blob(JOB, TABLE_BLOB_PREFIX + TABLE_OF_ALL, pack_blob(TEXT_OF_TABLE))
+            store.blobs.put(JOB, LAYOUT_BLOB_PREFIX + layout(part), pack_blob(text(part)))
+            store.blobs.put(JOB, TABLE_BLOB_PREFIX + TABLE_OF_ALL, pack_blob(TEXT_OF_TABLE))
             meta = encode_meta(ShardMeta(layout(part), (), table=TABLE_OF_ALL))
             save_shard(store, shard_key(1, part), 4096, parts=len(WRITERS), meta=meta)
         yield nodes
@@ -81,13 +81,13 @@ def test_oversized_blob_reply_is_continued(nodes, requests, monkeypatch):
     monkeypatch.setattr("peerstore.server.peer_server._MAX_BLOBS_BYTES", 4)
     many = [f"{LAYOUT_BLOB_PREFIX}{number:032x}" for number in range(100, 105)]
     for name in many:
-        nodes["n2"].store.put_blob(JOB, name, name.encode())
+        nodes["n2"].store.blobs.put(JOB, name, name.encode())
     found = nodes["n1"].job_peers.fetch_blobs("n2", [*many[:2], LAYOUT_BLOB_PREFIX + layout(9), *many[2:]])
     assert found == {name: name.encode() for name in many}
 
 
 def test_blob_without_a_known_holder_is_requested_from_others(nodes, requests):
-    nodes["n4"].store.put_blob(JOB, LAYOUT_BLOB_PREFIX + layout(7), pack_blob(text(7)))
+    nodes["n4"].store.blobs.put(JOB, LAYOUT_BLOB_PREFIX + layout(7), pack_blob(text(7)))
     others = PeerTier(nodes["n1"].node_peers)
     wanted = [LAYOUT_BLOB_PREFIX + layout(7), LAYOUT_BLOB_PREFIX + layout(8)]
     assert others.blobs(JOB, wanted) == ({wanted[0]: text(7)}, True)
@@ -97,14 +97,14 @@ def test_blob_without_a_known_holder_is_requested_from_others(nodes, requests):
 def test_mislabeled_layout_is_requested_from_the_next_node(nodes, requests, bad):
     """Node n2 has a shard with this layout, so it receives the first request."""
     name = LAYOUT_BLOB_PREFIX + layout(0)
-    nodes["n2"].store.put_blob(JOB, name, bad)
-    nodes["n4"].store.put_blob(JOB, name, pack_blob(text(0)))
+    nodes["n2"].store.blobs.put(JOB, name, bad)
+    nodes["n4"].store.blobs.put(JOB, name, pack_blob(text(0)))
     assert PeerTier(nodes["n1"].node_peers).blobs(JOB, [name]) == ({name: text(0)}, True)
     assert requests["blobs", "n2"] == 1
 
 
 def test_layout_damaged_everywhere_is_damage(nodes):
-    nodes["n2"].store.put_blob(JOB, LAYOUT_BLOB_PREFIX + layout(0), pack_blob(b"another layout"))
+    nodes["n2"].store.blobs.put(JOB, LAYOUT_BLOB_PREFIX + layout(0), pack_blob(b"another layout"))
     node = nodes["n1"]
     service = NodeAgentService(node.store, node_peers=node.node_peers)
     with contextlib.closing(service), pytest.raises(CheckpointDamagedError, match=layout(0)):
@@ -119,7 +119,7 @@ def test_damaged_local_blob_is_fetched_from_another_node(nodes, kind):
         else (TABLE_BLOB_PREFIX + TABLE_OF_ALL, TEXT_OF_TABLE)
     )
     node = nodes["n1"]
-    node.store.put_blob(JOB, name, pack_blob(good))
+    node.store.blobs.put(JOB, name, pack_blob(good))
     (file,) = (path for path in node.directory.rglob(f"*{name}*") if path.is_file())
     flip_byte(file, file.stat().st_size - 1)
     with contextlib.closing(NodeAgentService(node.store, node_peers=node.node_peers)) as service:

@@ -48,11 +48,11 @@ def rolled_back(directory, monkeypatch):
     """Write a step of this version and one of the next, then return to this version."""
     with opened(directory) as store:
         save_shard(store, OLD)
-        store.mark_committed("job", OLD.version_id)
+        store.versions.mark_committed("job", OLD.version_id)
     with newer_release(monkeypatch), opened(directory) as store:
         assert load_shard(store, OLD) == shard_content(OLD, MIB), "an upgrade finds everything"
         save_shard(store, NEW, meta=b"of the next version")
-        store.mark_committed("job", NEW.version_id)
+        store.versions.mark_committed("job", NEW.version_id)
     return directory
 
 

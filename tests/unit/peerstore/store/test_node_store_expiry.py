@@ -10,8 +10,9 @@ from peerstore.daemon_process import ProcessIdentity, current_process
 from peerstore.errors import ArenaFullError, LeaseLostError
 from peerstore.settings import StoreSettings
 from peerstore.store.arena import MemfdArena
-from peerstore.store.node_store import NodeStore, StoreListener
+from peerstore.store.node_store import NodeStore
 from peerstore.store.slot_metadata import EXPIRED_JOB_METADATA
+from peerstore.store.store_listener import StoreListener
 from tests.support.failing_calls import UNKNOWN, failing_os_call
 from tests.support.stores import MIB, load_shard, save_shard, shard_content, shard_key
 
@@ -74,7 +75,7 @@ def test_memory_of_a_job_without_shards_and_processes_is_freed(store, clock):
     store.jobs.clients.client_connected(current_process(), "job")
     for version in range(2):
         save_shard(store, shard_key(version))
-    assert store.delete_versions("job", [shard_key(version).version_id for version in range(2)]) == 2
+    assert store.versions.delete("job", [shard_key(version).version_id for version in range(2)]) == 2
     assert store.status().arena.free_slots == 2, "the connected process may save again"
     store.client_disconnected(current_process(), "job")
     clock.now += GRACE
@@ -88,9 +89,9 @@ def test_memory_of_a_job_without_shards_and_processes_is_freed(store, clock):
 def test_deletion_of_the_last_version_of_an_unused_job_frees_its_memory(store):
     for version in range(2):
         save_shard(store, shard_key(version))
-    store.delete_versions("job", [shard_key(0).version_id])
+    store.versions.delete("job", [shard_key(0).version_id])
     assert store.status().arena.slots == 2
-    store.delete_versions("job", [shard_key(1).version_id])
+    store.versions.delete("job", [shard_key(1).version_id])
     assert store.status().arena.slots == 0
 
 
@@ -118,7 +119,7 @@ def test_a_reader_that_went_away_holds_nothing(store, clock):
 def test_a_job_is_kept_for_its_time_after_its_last_process_left(store, clock):
     store.jobs.clients.client_connected(current_process(), "job")
     save_shard(store, shard_key())
-    store.put_blob("job", "layout", b"x")
+    store.blobs.put("job", "layout", b"x")
     clock.now += 10 * TTL
     store.sweep()
     store.client_disconnected(current_process(), "job")
@@ -130,7 +131,7 @@ def test_a_job_is_kept_for_its_time_after_its_last_process_left(store, clock):
     clock.now += 1
     store.sweep()
     assert store.list_shards() == []
-    assert store.list_blobs("job") == []
+    assert store.blobs.list_names("job") == []
     assert store.status().jobs == ()
     assert store.status().arena.slots == 0
 
@@ -184,7 +185,7 @@ def test_expired_job_stays_recorded_with_time_and_cause(clock):
     arena.purge(keep=EXPIRED_JOB_METADATA)  # an unused agent exits
     with contextlib.closing(NodeStore(arena, settings, clock=clock)) as later:
         assert later.jobs.clients.expired_job("job") == found
-        later.delete_versions("job")  # the owner deletes it
+        later.versions.delete("job")  # the owner deletes it
         assert later.jobs.clients.expired_job("job") is None
     arena.purge()
 

@@ -9,7 +9,8 @@ import pytest
 from peerstore.errors import ArenaFullError
 from peerstore.settings import StoreSettings
 from peerstore.store.arena import TmpfsArena
-from peerstore.store.node_store import NodeStore, StoreListener
+from peerstore.store.node_store import NodeStore
+from peerstore.store.store_listener import StoreListener
 from tests.support.leaks import process_prefix
 from tests.support.stores import flip_byte, save_shard, shard_key
 
@@ -100,7 +101,7 @@ def test_failing_listener_does_not_block_the_others(place):
     save_shard(store, shard_key(1))
     flip_byte(store.reader.shard_path(shard_key(1)), 5)
     assert store.verify(shard_key(1)) == (0,)
-    store.mark_committed("job", shard_key(0).version_id)
+    store.versions.mark_committed("job", shard_key(0).version_id)
     assert [line[:2] for line in diary.lines] == [
         ("sealed", shard_key(0)),
         ("sealed", shard_key(1)),

@@ -49,7 +49,7 @@ def test_slots_are_bounded_by_the_budget_and_by_nothing_else(store: NodeStore) -
     assert [fact.key for fact in store.list_shards("managed")] == kept
     with pytest.raises(ArenaBusyError):
         keep(store, "managed", 10, (1 << 20) - 999)
-    assert store.delete_versions("managed", [key.version_id for key in kept[:5]]) == 5
+    assert store.versions.delete("managed", [key.version_id for key in kept[:5]]) == 5
     keep(store, "managed", 10, (1 << 20) - 1999)
     assert {fact.key.version for fact in store.list_shards("managed")} == {5, 6, 7, 8, 9, 10}
 
@@ -92,7 +92,7 @@ STRANGER = VersionId(2, 5, 0, "stranger")
 def offer(store: NodeStore) -> None:
     key = ShardKey("managed", 5, 2, "stranger", 0, 0)
     with contextlib.suppress(RequestError):
-        store.begin_replica(ShardRecord(key, PARTS, 0, 1 << 20, b"", b"", 1), whole=True)
+        store.replicas.begin_replica(ShardRecord(key, PARTS, 0, 1 << 20, b"", b"", 1), whole=True)
 
 
 def resume(store: NodeStore) -> None:
@@ -115,7 +115,7 @@ def test_managed_job_ignores_other_incarnations(store: NodeStore, message: Calla
     kept.append(keep(store, "managed", 2))
     assert [fact.key for fact in store.list_shards("managed")] == kept
     received = ShardRecord(ShardKey("managed", 3, 1, "owner", 0, 0), PARTS, 0, 1 << 20, b"", b"", 1)
-    assert store.begin_replica(received, whole=False) is not None
+    assert store.replicas.begin_replica(received, whole=False) is not None
 
 
 def test_managed_job_replaces_a_recorded_owner(store: NodeStore) -> None:

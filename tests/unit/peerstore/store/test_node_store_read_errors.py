@@ -48,7 +48,7 @@ def opened(directory):
 def store(directory):
     with opened(directory) as store:
         save_shard(store, KEY, 5 * MIB // 2)
-        store.mark_committed("job", KEY.version_id)
+        store.versions.mark_committed("job", KEY.version_id)
         yield store
 
 
@@ -154,7 +154,7 @@ def adopting(store):
 def test_recovered_shard_waits_until_it_is_readable(directory, call):
     with opened(directory) as store:
         save_shard(store, KEY, 5 * MIB // 2)
-        store.mark_committed("job", KEY.version_id)
+        store.versions.mark_committed("job", KEY.version_id)
     with contextlib.ExitStack() as stack:
         with failing_os_call(call, errno.EMFILE, below=str(directory / "slots" / "slot.job")) as failed:
             store = stack.enter_context(opened(directory))
@@ -189,7 +189,7 @@ def test_permanently_unreadable_shard_blocks_no_recovery(directory):
         assert Path(path).exists(), "it was not given up"
         for version in (2, 3, 4):
             save_shard(store, shard_key(version), MIB)
-            store.mark_committed("job", shard_key(version).version_id)
+            store.versions.mark_committed("job", shard_key(version).version_id)
         assert store.status().damage_reports == ()
 
 

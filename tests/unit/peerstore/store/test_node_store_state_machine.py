@@ -120,7 +120,7 @@ class StoreLife(RuleBasedStateMachine):
         of = data.draw(st.sampled_from(sorted(self.sealed)))
         if any(lease.key.version_id == of.version_id for lease in self.leases.values()):
             return
-        self.store.mark_committed("job", of.version_id)
+        self.store.versions.mark_committed("job", of.version_id)
         if of.version_id not in self.damaged:
             self.marked.add((of.version_id, frozenset(k.part for k in self.sealed if k.version_id == of.version_id)))
 
@@ -142,7 +142,7 @@ class StoreLife(RuleBasedStateMachine):
     def forget(self, data):
         of = data.draw(st.sampled_from(sorted(self.sealed)))
         gone = {k for k in self.sealed if k.version_id == of.version_id}
-        assert self.store.delete_versions("job", [of.version_id]) == len(gone)
+        assert self.store.versions.delete("job", [of.version_id]) == len(gone)
         self.lose(gone)
 
     @precondition(lambda self: any(self.sealed.values()) and not self.pins)

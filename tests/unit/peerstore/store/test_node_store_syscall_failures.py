@@ -19,7 +19,8 @@ from peerstore.peers.shard_server import RangeServer
 from peerstore.server.store_server import StoreServer
 from peerstore.settings import StoreSettings
 from peerstore.store.arena import TmpfsArena
-from peerstore.store.node_store import NodeStore, StoreListener
+from peerstore.store.node_store import NodeStore
+from peerstore.store.store_listener import StoreListener
 from peerstore.transport.unix import connect_to_agent
 from tests.support.local_nodes import wait_until
 from tests.support.stores import MIB, shard_content, shard_key, store_directory
@@ -92,7 +93,7 @@ class Agent:
 
     def sealed(self, lease, of, size=SIZE):
         self.asked(lambda: self.client.seal(lease.id, size, b"meta"))
-        self.asked(lambda: self.client.mark_committed(of.job, of.version_id))
+        self.asked(lambda: self.client.versions.mark_committed(of.job, of.version_id))
 
     def save(self, of):
         self.sealed(self.leased(of), of)
@@ -146,8 +147,8 @@ def story(directory, calls):
             first.asked(lambda: first.client.claim("job", "a"))
             first.asked(lambda: first.client.reserve("job", 0, SIZE, slots=1))
             first.save(one)
-            first.asked(lambda: first.client.retain("job", one.version_id))
-            first.asked(lambda: first.client.put_blob("job", "layout.x", BLOB))
+            first.asked(lambda: first.client.versions.retain("job", one.version_id))
+            first.asked(lambda: first.client.blobs.put("job", "layout.x", BLOB))
             first.has(one)
             lease = first.leased(shard_key(2, attempt=1), MIB)
             lease = first.asked(lambda: first.client.grow(lease.id, SIZE))
@@ -168,21 +169,21 @@ def story(directory, calls):
             assert first.told.keys >= {one, two, three, four, COPIED}, "somebody was not told"
         with agent(directory, calls, said) as second:
             second.has(one, four, COPIED)
-            assert second.asked(lambda: second.client.retained("job")) == {one.version_id}
+            assert second.asked(lambda: second.client.versions.retained("job")) == {one.version_id}
             assert second.asked(lambda: second.client.epoch("job")) == 1
-            assert second.asked(lambda: second.client.get_blob("job", "layout.x")) == BLOB
+            assert second.asked(lambda: second.client.blobs.get("job", "layout.x")) == BLOB
             second.sealed(left, five)
-            second.asked(lambda: second.store.take_ownership(COPIED))
-            second.asked(lambda: second.client.retain("job", one.version_id, kept=False))
-            second.asked(lambda: second.client.delete_versions("job", [one.version_id]))
+            second.asked(lambda: second.store.replicas.take_ownership(COPIED))
+            second.asked(lambda: second.client.versions.retain("job", one.version_id, kept=False))
+            second.asked(lambda: second.client.versions.delete("job", [one.version_id]))
             second.has(five, COPIED)
         with agent(directory, calls, said) as third:
             third.has(five, COPIED)
             for job in ("other", "job"):
-                third.asked(lambda job=job: third.client.delete_versions(job))
+                third.asked(lambda job=job: third.client.versions.delete(job))
             assert third.asked(third.client.list_shards) == []
         with agent(directory, calls, said) as last:
-            assert last.asked(lambda: last.client.list_blobs("job")) == []
+            assert last.asked(lambda: last.client.blobs.list_names("job")) == []
             assert last.asked(last.client.status).arena.slots == 0, "a slot stays for ever"
     wrong = [error for error in said if not isinstance(error, UnavailableError | ArenaFullError | OSError)]
     assert not wrong, "told as something else"
@@ -191,9 +192,9 @@ def story(directory, calls):
 def take_copy(agent, record):
     """Store a shard as another node sends it."""
     copy = record.__class__(COPIED, 2, record.size_bytes, record.chunk_bytes, record.checksums, b"", 1)
-    lease = agent.asked(lambda: agent.store.begin_replica(copy, whole=True))
+    lease = agent.asked(lambda: agent.store.replicas.begin_replica(copy, whole=True))
     written(agent.asked(lambda: agent.store.open_slot(lease.slot)), shard_content(record.key, SIZE))
-    agent.asked(lambda: agent.store.seal_replica(lease.id, copy, ("n1", "n2")))
+    agent.asked(lambda: agent.store.replicas.seal_replica(lease.id, copy, ("n1", "n2")))
 
 
 def lend(agent, record):

@@ -17,8 +17,8 @@ def record(version, epoch=1, incarnation="a", part=0, parts=2):
 def test_complete_version_of_a_past_incarnation_gets_its_copies():
     with memory_store() as store:
         store.claim("job", "b", at_least=1)
-        lease = store.begin_replica(record(3), whole=True)
-        store.seal_replica(lease.id, record(3), ("n1", "n2"))
+        lease = store.replicas.begin_replica(record(3), whole=True)
+        store.replicas.seal_replica(lease.id, record(3), ("n1", "n2"))
         assert [fact.key for fact in store.list_shards("job")] == [record(3).key]
 
 
@@ -26,7 +26,7 @@ def test_unfinished_version_of_a_past_incarnation_gets_no_replica():
     with memory_store() as store:
         store.claim("job", "b", at_least=1)
         with pytest.raises(FencedError, match="not complete"):
-            store.begin_replica(record(3), whole=False)
+            store.replicas.begin_replica(record(3), whole=False)
 
 
 def seal_own(store, version, epoch=1, incarnation="a", part=0):
@@ -36,8 +36,8 @@ def seal_own(store, version, epoch=1, incarnation="a", part=0):
 
 
 def take_in(store, wanted, holders=("n1", "n2")):
-    lease = store.begin_replica(wanted, whole=True)
-    store.seal_replica(lease.id, wanted, holders)
+    lease = store.replicas.begin_replica(wanted, whole=True)
+    store.replicas.seal_replica(lease.id, wanted, holders)
 
 
 def test_damaged_part_of_the_replicated_version_gets_its_slot_back():
@@ -73,7 +73,7 @@ def test_versions_after_the_resume_point_do_not_block_new_ones():
         store.jobs.incarnations.set_replication_guard("job", guarded=True)
         records = [seal_own(store, version) for version in (0, 1, 2)]
         for one in records:
-            store.mark_committed("job", one.key.version_id)
+            store.versions.mark_committed("job", one.key.version_id)
         store.replicas.apply_decision("job", CommitDecision(replicated=records[0].key.version_id))
         store.jobs.incarnations.resume_from("job", records[0].key.version_id)
         seal_own(store, 1, epoch=2, incarnation="b")
@@ -86,7 +86,7 @@ def test_versions_between_replicated_and_resume_point_are_not_kept():
         store.jobs.incarnations.set_replication_guard("job", guarded=True)
         records = [seal_own(store, version) for version in (0, 1, 2)]
         for one in records:
-            store.mark_committed("job", one.key.version_id)
+            store.versions.mark_committed("job", one.key.version_id)
         store.replicas.apply_decision("job", CommitDecision(replicated=records[0].key.version_id))
         store.jobs.incarnations.resume_from("job", records[2].key.version_id)
         seal_own(store, 3, epoch=2, incarnation="b")
@@ -117,9 +117,9 @@ def test_node_without_processes_keeps_the_resume_point():
             take_in(store, record(version, epoch=2, incarnation="b"))
         assert record(3).key in {fact.key for fact in store.list_shards("job")}
         with pytest.raises(FencedError, match="does not need"):
-            store.begin_replica(record(4), whole=True)
+            store.replicas.begin_replica(record(4), whole=True)
         with pytest.raises(ArenaBusyError):
-            store.begin_replica(record(6, epoch=2, incarnation="b"), whole=False)
+            store.replicas.begin_replica(record(6, epoch=2, incarnation="b"), whole=False)
 
 
 def test_latest_resume_point_wins():

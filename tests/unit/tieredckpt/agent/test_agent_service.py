@@ -74,7 +74,7 @@ def test_step_under_verification_is_awaited(arena, monkeypatch, tmp_path):
 def seal(store, step, part, parts):
     lease = store.lease(ShardKey("job", step, 1, "incarnation", 0, part), SIZE, parts, owner=current_process())
     layout = Layout((), (), {})
-    store.put_blob("job", LAYOUT_BLOB_PREFIX + layout.digest, pack_blob(encode_layout(layout)))
+    store.blobs.put("job", LAYOUT_BLOB_PREFIX + layout.digest, pack_blob(encode_layout(layout)))
     meta = ShardMeta(layout=layout.digest, item_sizes=(), table="", durable=True, saved_ns=0)
     store.seal(lease.id, SIZE, encode_meta(meta))
 

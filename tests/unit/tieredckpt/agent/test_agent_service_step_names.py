@@ -22,9 +22,9 @@ TABLE_OF_ALL = StateTable(tuple(TableTensor(name, "float32", (4,)) for name in N
 def seal(store, table):
     entries = [TensorEntry(name, "float32", (4,), Box((0,), (4,)), 4) for name in NAMES]
     layout = build_layout(entries, (), {name: tuple(name.split(".")) for name in NAMES})
-    store.put_blob("job", LAYOUT_BLOB_PREFIX + layout.digest, pack_blob(encode_layout(layout)))
+    store.blobs.put("job", LAYOUT_BLOB_PREFIX + layout.digest, pack_blob(encode_layout(layout)))
     if table is not None:
-        store.put_blob("job", TABLE_BLOB_PREFIX + table.digest, pack_blob(encode_table(table)))
+        store.blobs.put("job", TABLE_BLOB_PREFIX + table.digest, pack_blob(encode_table(table)))
     size = layout.size_bytes(())
     lease = store.lease(ShardKey("job", 3, 1, "incarnation", 0, 0), size, 1, owner=current_process())
     store.seal(lease.id, size, encode_meta(ShardMeta(layout.digest, (), table=table.digest if table else "")))

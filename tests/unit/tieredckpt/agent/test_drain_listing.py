@@ -68,7 +68,7 @@ class Node:
         layout = Layout((), (), {})
         for step in steps:
             lease = self.store.lease(key_of(step), SIZE, 1, owner=current_process())
-            self.store.put_blob("job", LAYOUT_BLOB_PREFIX + layout.digest, pack_blob(encode_layout(layout)))
+            self.store.blobs.put("job", LAYOUT_BLOB_PREFIX + layout.digest, pack_blob(encode_layout(layout)))
             meta = ShardMeta(layout=layout.digest, item_sizes=(), table="", durable=True, saved_ns=0)
             self.store.seal(lease.id, SIZE, encode_meta(meta))
             view = self.service.wait_durable("job", group_of(step), 60.0)

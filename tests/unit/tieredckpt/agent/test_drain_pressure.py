@@ -92,7 +92,7 @@ def group_of(step):
 def seal(store, step, part=0, parts=1, *, durable=False, required=False):
     lease = store.lease(ShardKey(JOB, step, 1, "incarnation", 0, part), SIZE, parts, owner=current_process())
     layout = Layout((), (), {})
-    store.put_blob(JOB, LAYOUT_BLOB_PREFIX + layout.digest, pack_blob(encode_layout(layout)))
+    store.blobs.put(JOB, LAYOUT_BLOB_PREFIX + layout.digest, pack_blob(encode_layout(layout)))
     meta = ShardMeta(layout=layout.digest, item_sizes=(), table="", durable=durable, saved_ns=0, required=required)
     store.seal(lease.id, SIZE, encode_meta(meta))
 
@@ -188,7 +188,7 @@ def test_incomplete_required_step_fails(node, road):
     road.may_go.clear()
     seal(node.store, 1, 0, 2, durable=True, required=True)
     assert road.waits.wait(LONG_S)
-    node.store.abort_part(JOB, group_of(1), 1)
+    node.store.versions.abort_part(JOB, group_of(1), 1)
     assert node.wait_durable(JOB, group_of(1), LONG_S).error == "a rank aborted its part"
     assert state_of(node, 1).state == "failed"
 
@@ -327,7 +327,7 @@ def test_step_deleted_during_its_commit_is_removed(node, road, tmp_path, monkeyp
     monkeypatch.setattr(DurableCatalog, "commit", slowly)
     seal(node.store, 1, durable=True)
     assert entered.wait(LONG_S)
-    node.store.delete_versions(JOB, [group_of(1)])  # like a drop on another node
+    node.store.versions.delete(JOB, [group_of(1)])  # like a drop on another node
     may_end.set()
     assert node.wait_durable(JOB, group_of(1), LONG_S).state == "skipped"
     wait_until(lambda: stored(tmp_path) == [], "it is taken back")

@@ -86,7 +86,7 @@ def test_refused_seal_retains_no_pin(node, state):
         ckpt.session.seal = late
         with pytest.raises(SaveFailedError, match="was fenced"):
             ckpt.save(state, 8, keep=True).wait()
-        assert node.store.retained("seal") == set()
+        assert node.store.versions.retained("seal") == set()
 
 
 def test_disabled_checkpointer_writes_a_plain_checkpoint(state, tmp_path):

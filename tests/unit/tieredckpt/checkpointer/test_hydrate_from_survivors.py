@@ -55,7 +55,7 @@ class Job:
 
     def lose_all_steps(self):
         store = self.node.store
-        store.delete_versions("job", sorted({fact.key.version_id for fact in store.list_shards("job")}))
+        store.versions.delete("job", sorted({fact.key.version_id for fact in store.list_shards("job")}))
 
     def leave(self):
         self.ckpt.close()

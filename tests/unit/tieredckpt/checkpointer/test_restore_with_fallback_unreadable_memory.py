@@ -69,7 +69,7 @@ def test_step_dropped_during_verification_is_not_reported_as_damaged(slots, capl
 
         def given_up_first(store, key, chunks=None):
             monkeypatch.setattr(NodeStore, "verify", verify)
-            store.delete_versions(key.job, [key.version_id])
+            store.versions.delete(key.job, [key.version_id])
             for pin in list(store.reader._pins):
                 store.unpin(pin)
             return verify(store, key, chunks)

@@ -41,7 +41,7 @@ def save(store, step):
         fd = store.open_slot(lease.slot)
         os.pwrite(fd, layout.header(sizes) + data, 0)
         os.close(fd)
-        store.put_blob("job", LAYOUT_BLOB_PREFIX + layout.digest, pack_blob(encode_layout(layout)))
+        store.blobs.put("job", LAYOUT_BLOB_PREFIX + layout.digest, pack_blob(encode_layout(layout)))
         store.seal(
             lease.id, total, encode_meta(ShardMeta(layout=layout.digest, item_sizes=sizes, table="", saved_ns=1))
         )

@@ -23,10 +23,10 @@ def test_next_saved_step_is_readable(node):
     with Checkpointer("tiered://gone") as ckpt:
         for step in (1, 2):
             ckpt.save(state_at(step), step).wait()
-        node.store.delete_versions("gone")
+        node.store.versions.delete("gone")
         ckpt.save(state_at(3), 3).wait()
         ckpt.save(state_at(4), 4).wait()
-        assert {name.rpartition(".")[0] + "." for name in node.store.list_blobs("gone")} >= {
+        assert {name.rpartition(".")[0] + "." for name in node.store.blobs.list_names("gone")} >= {
             LAYOUT_BLOB_PREFIX,
             TABLE_BLOB_PREFIX,
         }
@@ -40,7 +40,7 @@ def test_next_saved_step_is_readable(node):
 def test_step_still_becomes_durable(node, tmp_path):
     with Checkpointer("tiered://gone", durable=f"file://{tmp_path}") as ckpt:
         ckpt.save(state_at(1), 1).wait("durable")
-        node.store.delete_versions("gone")
+        node.store.versions.delete("gone")
         node._forget_catalog("gone")  # like an agent that restarted
         ckpt.save(state_at(2), 2).wait("durable")
         assert [info.step for info in ckpt.steps() if "durable" in info.tiers] == [1, 2]
@@ -49,8 +49,8 @@ def test_step_still_becomes_durable(node, tmp_path):
 def test_shard_without_its_layout_is_not_sealed(node):
     with Checkpointer("tiered://gone") as ckpt:
         ckpt.save(state_at(1), 1).wait()
-        for name in node.store.list_blobs("gone"):
-            node.store.remove_blob("gone", name)
+        for name in node.store.blobs.list_names("gone"):
+            node.store.blobs.remove("gone", name)
         ckpt.save(state_at(2), 2).wait()
         pages = (LAYOUT_BLOB_PREFIX, TABLE_BLOB_PREFIX)
-        assert len([name for name in node.store.list_blobs("gone") if name.startswith(pages)]) == 2
+        assert len([name for name in node.store.blobs.list_names("gone") if name.startswith(pages)]) == 2
