@@ -234,12 +234,6 @@ class JobVersions:
         """Return whether the version is committed as far as this node knows, on any nodes."""
         return group in self.committed or group == self.replicated
 
-    def committed_here(
-        self, here: Mapping[VersionId, AbstractSet[int]], parts: Mapping[VersionId, int]
-    ) -> set[VersionId]:
-        """Return the committed versions, according to the verified shards on this node."""
-        return committed_versions(here, parts, self.committed)
-
     def would_be_newest(self, whole: VersionId) -> bool:
         """Return whether it would be the newest committed version that this node knows, and is not deleted."""
         return whole not in self.dropped and all(whole > known for known in self.committed)

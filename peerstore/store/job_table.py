@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
-from peerstore.commit_protocol import MAX_RETAINED_VERSIONS, JobVersions, TooManyRetainedError
+from peerstore.commit_protocol import MAX_RETAINED_VERSIONS, JobVersions, TooManyRetainedError, committed_versions
 from peerstore.daemon_process import ProcessIdentity
 from peerstore.errors import (
     ArenaFullError,
@@ -202,9 +202,10 @@ class JobTable:
 
     def _committed(self, job: str) -> set[VersionId]:
         found = {group: shards for group, shards in self._table.slots.versions(job).items() if shards.available_parts}
-        return self._known(job).committed_here(
+        return committed_versions(
             {group: shards.available_parts for group, shards in found.items()},
             {group: shards.total_parts for group, shards in found.items()},
+            self._known(job).committed,
         )
 
     def _known(self, job: str) -> JobVersions:

@@ -212,10 +212,14 @@ class BlobStore:
         self._arena.put_metadata(_blob(job, name), data)
 
     def get(self, job: str, name: str) -> bytes:
-        data = self._arena.get_metadata(_blob(job, name))
+        data = self.find(job, name)
         if data is None:
             raise ShardNotFoundError(f"job {job} has no blob {name}")
         return data
+
+    def find(self, job: str, name: str) -> bytes | None:
+        """Return a value as :meth:`get` does, or ``None`` if the job does not have it."""
+        return self._arena.get_metadata(_blob(job, name))
 
     def list_names(self, job: str) -> list[str]:
         prefix = f"blob.{validate_job_name(job)}/"

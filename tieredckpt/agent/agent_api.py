@@ -327,25 +327,37 @@ class DrainStatus(msgspec.Struct, frozen=True):
     error: str = ""
 
 
-class StepDescriptionPages(Protocol):
-    """A source of step descriptions that answers in pages."""
+class StepReader(Protocol):
+    """Names, pieces and shards of single steps. Answers come in pages."""
 
-    def step_summary(self, job: str, group: VersionId) -> StepSummary: ...
-    def step_parts(
-        self, job: str, group: VersionId, parts: Sequence[int], *, item_sizes: bool = False
-    ) -> ShardLocations: ...
-    def step_layouts(
-        self, job: str, group: VersionId, layouts: Sequence[str], tables: Sequence[str]
-    ) -> LayoutsPage: ...
+    def describe(self, job: str, group: VersionId) -> StepDescription:
+        """Return a full step, for tools. A rank requests the pieces it needs by the three methods that follow."""
+
+    def names(self, job: str, group: VersionId) -> StateNames:
+        """Return the names in a step. This locates its shards again; later requests use these locations."""
+
+    def pieces(
+        self, job: str, group: VersionId, rank: int, needs: Sequence[TensorSliceNeed], objects: Sequence[str]
+    ) -> PieceLocations:
+        """Return the nearest locations of the first pieces, one page of them.
+
+        Once all ``needs`` are answered, the page includes ``objects``.
+        """
+
+    def parts(self, job: str, group: VersionId, parts: Sequence[int], *, item_sizes: bool = False) -> ShardLocations:
+        """Return one page of these shards, with their checksums."""
+
+    def summary(self, job: str, group: VersionId) -> StepSummary: ...
+    def layouts(self, job: str, group: VersionId, layouts: Sequence[str], tables: Sequence[str]) -> LayoutsPage: ...
 
 
-def describe_step(node: StepDescriptionPages, job: str, group: VersionId) -> StepDescription:
-    """Return the full description of a step, assembled from the pages of ``node``."""
-    summary = node.step_summary(job, group)
+def describe_step(steps: StepReader, job: str, group: VersionId) -> StepDescription:
+    """Return the full description of a step, assembled from the pages of ``steps``."""
+    summary = steps.summary(job, group)
     locations: list[ShardLocation] = []
     remaining = list(summary.parts)
     while remaining:
-        page = node.step_parts(job, group, remaining, item_sizes=True)
+        page = steps.parts(job, group, remaining, item_sizes=True)
         locations += page.parts
         done = {location.index.key.part for location in page.parts} | {*page.lost}
         if not done:
@@ -360,7 +372,7 @@ def describe_step(node: StepDescriptionPages, job: str, group: VersionId) -> Ste
     named = {location.index.meta.layout for location in locations}
     missing_layouts, missing_tables = [digest for digest in summary.layouts if digest in named], list(summary.tables)
     while missing_layouts or missing_tables:
-        layouts_page = node.step_layouts(job, group, missing_layouts, missing_tables)
+        layouts_page = steps.layouts(job, group, missing_layouts, missing_tables)
         if (missing_layouts or layouts_page.more) and not (layouts_page.layouts or layouts_page.tables):
             raise CheckpointNotFoundError(
                 f"job {job} step {group.version}: layouts {missing_layouts[:8]} were not described"
@@ -391,12 +403,14 @@ class NodeAgentAPI(Protocol):
     Guarantees:
 
     - ``list_steps`` never reports an unreachable tier as an empty one.
-    - ``describe_step`` returns only indexes that were checksummed or come from a complete manifest.
+    - ``steps.describe`` returns only indexes that were checksummed or come from a complete manifest.
     - ``wait_durable`` returns the state after at most ``timeout_s``.
     """
 
     @property
     def store(self) -> Store: ...
+    @property
+    def steps(self) -> StepReader: ...
     def configure(self, job: str, durable: DurableSettings, *, check: DurableCheck = "none") -> None:
         """Set the job's durable tier. The agent stores the settings and uses them again after a restart.
 
@@ -411,23 +425,6 @@ class NodeAgentAPI(Protocol):
 
     def list_steps(self, job: str, *, fresh: bool = False, patience_s: float = 0.0) -> StepInventory:
         """Return all steps; wait up to ``patience_s`` for a newer step that other nodes are committing."""
-
-    def describe_step(self, job: str, group: VersionId) -> StepDescription:
-        """Return a full step, for tools. A rank requests the pieces it needs by the three methods that follow."""
-
-    def step_names(self, job: str, group: VersionId) -> StateNames:
-        """Return the names in a step. This locates its shards again; later requests use these locations."""
-
-    def step_pieces(
-        self, job: str, group: VersionId, rank: int, needs: Sequence[TensorSliceNeed], objects: Sequence[str]
-    ) -> PieceLocations:
-        """Return the nearest locations of the first pieces, one page of them.
-
-        Once all ``needs`` are answered, the page includes ``objects``.
-        """
-
-    def step_parts(self, job: str, group: VersionId, parts: Sequence[int]) -> ShardLocations:
-        """Return one page of these shards, with their checksums."""
 
     def quarantine(self, job: str, group: VersionId, reason: str) -> None:
         """Mark a damaged or unwanted step, so that this node no longer chooses it."""

@@ -85,6 +85,46 @@ agent_watchdogs = WatchdogRegistry()
 """Watchdogs of the agents that this process uses."""
 
 
+class ClientStepReader:
+    """A :class:`~tieredckpt.agent.agent_api.StepReader` behind the agent's socket."""
+
+    def __init__(self, store: Client) -> None:
+        self._store = store
+
+    def describe(self, job: str, group: VersionId) -> StepDescription:
+        return describe_step(self, job, group)
+
+    def summary(self, job: str, group: VersionId) -> StepSummary:
+        return self._store.call("step_summary", StepSummaryRequest(job, group), StepSummary, timeout_s=_ADOPTION_S)
+
+    def layouts(self, job: str, group: VersionId, layouts: Sequence[str], tables: Sequence[str]) -> LayoutsPage:
+        request = StepLayoutsRequest(job, group, tuple(layouts), tuple(tables))
+        return self._store.call("step_layouts", request, LayoutsPage, timeout_s=_ADOPTION_S)
+
+    def names(self, job: str, group: VersionId) -> StateNames:
+        packed, digest = bytearray(), ""
+        while True:
+            request = StepNamesRequest(job, group, digest, len(packed))
+            page: BlobPage = self._store.call("step_names", request, BlobPage, timeout_s=_ADOPTION_S)
+            if page.digest != digest:
+                digest = page.digest
+                packed.clear()
+            packed += page.data
+            if len(packed) >= page.size_bytes or not page.data:
+                with gc_paused():  # millions of new objects without reference cycles
+                    return message_codec.decode_message(unpack_blob(bytes(packed)), StateNames)
+
+    def pieces(
+        self, job: str, group: VersionId, rank: int, needs: Sequence[TensorSliceNeed], objects: Sequence[str]
+    ) -> PieceLocations:
+        request = StepPiecesRequest(job, group, rank, tuple(needs), tuple(objects))
+        return self._store.call("step_pieces", request, PieceLocations, timeout_s=_ADOPTION_S)
+
+    def parts(self, job: str, group: VersionId, parts: Sequence[int], *, item_sizes: bool = False) -> ShardLocations:
+        request = StepPartsRequest(job, group, tuple(parts), item_sizes)
+        return self._store.call("step_parts", request, ShardLocations, timeout_s=_ADOPTION_S)
+
+
 class NodeAgentClient:
     """A :class:`~tieredckpt.agent.agent_api.NodeAgentAPI` behind the agent's socket."""
 
@@ -104,6 +144,7 @@ class NodeAgentClient:
         if settings.enabled and is_local_rank_zero():
             warn_unless_in_memory(settings.agent_directory)
         self.store = _open_client(place, self._connector, job, self._replace)
+        self.steps = ClientStepReader(self.store)
 
     def watch_agent(self) -> None:
         """Restart the agent when it dies and replace it when it hangs, from now on and also between calls.
@@ -129,41 +170,6 @@ class NodeAgentClient:
     def list_steps(self, job: str, *, fresh: bool = False, patience_s: float = 0.0) -> StepInventory:
         request = ListStepsRequest(job, fresh, patience_s)
         return self.store.call("list_steps", request, StepInventory, timeout_s=patience_s + _ADOPTION_S)
-
-    def describe_step(self, job: str, group: VersionId) -> StepDescription:
-        return describe_step(self, job, group)
-
-    def step_summary(self, job: str, group: VersionId) -> StepSummary:
-        return self.store.call("step_summary", StepSummaryRequest(job, group), StepSummary, timeout_s=_ADOPTION_S)
-
-    def step_layouts(self, job: str, group: VersionId, layouts: Sequence[str], tables: Sequence[str]) -> LayoutsPage:
-        request = StepLayoutsRequest(job, group, tuple(layouts), tuple(tables))
-        return self.store.call("step_layouts", request, LayoutsPage, timeout_s=_ADOPTION_S)
-
-    def step_names(self, job: str, group: VersionId) -> StateNames:
-        packed, digest = bytearray(), ""
-        while True:
-            request = StepNamesRequest(job, group, digest, len(packed))
-            page: BlobPage = self.store.call("step_names", request, BlobPage, timeout_s=_ADOPTION_S)
-            if page.digest != digest:
-                digest = page.digest
-                packed.clear()
-            packed += page.data
-            if len(packed) >= page.size_bytes or not page.data:
-                with gc_paused():  # millions of new objects without reference cycles
-                    return message_codec.decode_message(unpack_blob(bytes(packed)), StateNames)
-
-    def step_pieces(
-        self, job: str, group: VersionId, rank: int, needs: Sequence[TensorSliceNeed], objects: Sequence[str]
-    ) -> PieceLocations:
-        request = StepPiecesRequest(job, group, rank, tuple(needs), tuple(objects))
-        return self.store.call("step_pieces", request, PieceLocations, timeout_s=_ADOPTION_S)
-
-    def step_parts(
-        self, job: str, group: VersionId, parts: Sequence[int], *, item_sizes: bool = False
-    ) -> ShardLocations:
-        request = StepPartsRequest(job, group, tuple(parts), item_sizes)
-        return self.store.call("step_parts", request, ShardLocations, timeout_s=_ADOPTION_S)
 
     def quarantine(self, job: str, group: VersionId, reason: str) -> None:
         self.store.call("quarantine", QuarantineRequest(job, group, reason), type(None))

@@ -347,7 +347,7 @@ def agent_status(node: NodeAgentService, memory: StatusSource | None = None) -> 
         },
         "protected": {job: msgspec.to_builtins(node.protection(job)) for job in jobs},
         "peers": {team.job: _peers(team) for team in node.teams},
-        "trainers": {job: dict(node.trainer_metrics[job]) for job in list(node.trainer_metrics)},
+        "trainers": {job: dict(node.trainers.metrics[job]) for job in list(node.trainers.metrics)},
         "memory_service": memory.status() if memory is not None else None,
         "cluster": _cluster(node.cluster_settings),
     }
@@ -542,7 +542,7 @@ class _Collector:
         yield protected
         yield unprotected
         measured = CounterMetricFamily("tieredckpt_trainer", "Values that the trainers report.", labels=["job", "what"])
-        for job, values in list(self._node.trainer_metrics.items()):
+        for job, values in list(self._node.trainers.metrics.items()):
             for name, value in list(values.items()):
                 measured.add_metric([job, name], value)
         yield measured

@@ -79,22 +79,24 @@ def agent_operations(node: NodeAgentService) -> dict[str, Operation]:
         "configure": Operation(ConfigureRequest, none, configure),
         "check_durable": Operation(AgentJobRequest, none, lambda a, _: node.check_durable(a.job)),
         "list_steps": Operation(ListStepsRequest, StepInventory, list_steps),
-        "step_summary": Operation(StepSummaryRequest, StepSummary, lambda a, _: node.step_summary(a.job, a.version_id)),
+        "step_summary": Operation(
+            StepSummaryRequest, StepSummary, lambda a, _: node.steps.summary(a.job, a.version_id)
+        ),
         "step_names": Operation(
-            StepNamesRequest, BlobPage, lambda a, _: node.step_names_page(a.job, a.version_id, a.digest, a.start)
+            StepNamesRequest, BlobPage, lambda a, _: node.steps.names_page(a.job, a.version_id, a.digest, a.start)
         ),
         "step_pieces": Operation(
             StepPiecesRequest,
             PieceLocations,
-            lambda a, _: node.step_pieces(a.job, a.version_id, a.rank, a.needs, a.objects),
+            lambda a, _: node.steps.pieces(a.job, a.version_id, a.rank, a.needs, a.objects),
         ),
         "step_parts": Operation(
             StepPartsRequest,
             ShardLocations,
-            lambda a, _: node.step_parts(a.job, a.version_id, a.parts, item_sizes=a.item_sizes),
+            lambda a, _: node.steps.parts(a.job, a.version_id, a.parts, item_sizes=a.item_sizes),
         ),
         "step_layouts": Operation(
-            StepLayoutsRequest, LayoutsPage, lambda a, _: node.step_layouts(a.job, a.version_id, a.layouts, a.tables)
+            StepLayoutsRequest, LayoutsPage, lambda a, _: node.steps.layouts(a.job, a.version_id, a.layouts, a.tables)
         ),
         "quarantine": Operation(QuarantineRequest, none, lambda a, _: node.quarantine(a.job, a.version_id, a.reason)),
         "unquarantine": Operation(UnquarantineRequest, none, lambda a, _: node.unquarantine(a.job, a.version_id)),

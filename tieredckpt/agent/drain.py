@@ -16,8 +16,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -39,7 +38,10 @@ from tieredckpt.agent.durable_catalog import (
     has_all_parts,
     manifest_from_shard_files,
 )
+from tieredckpt.agent.durable_tiers import DurableTiers
+from tieredckpt.agent.node_step_reader import NodeStepReader
 from tieredckpt.agent.retention import expired_steps
+from tieredckpt.agent.step_marks import StepMarks
 from tieredckpt.durable.object_store import ObjectNotFoundError, UploadCancelledError
 from tieredckpt.errors import CheckpointDamagedError, DurableRefusedError, TieredCheckpointError
 from tieredckpt.format import object_keys
@@ -78,10 +80,14 @@ DRAINED_BLOB_PREFIX, JOURNAL_BLOB_PREFIX = "drained.", "upload."
 
 
 class DrainContext(Protocol):
-    """Settings, durable tiers and quarantine of jobs, as the drain needs them."""
+    """Durable tiers, shards and quarantine of jobs, as the drain needs them."""
 
-    def catalog(self, job: str) -> AbstractContextManager[DurableCatalog | None]: ...
-    def durable_settings(self, job: str) -> DurableSettings: ...
+    @property
+    def durable(self) -> DurableTiers: ...
+    @property
+    def steps(self) -> NodeStepReader: ...
+    @property
+    def marks(self) -> StepMarks: ...
     def is_committer(self, job: str, group: VersionId) -> bool:
         """Return whether this node commits the step once all parts are uploaded.
 
@@ -90,9 +96,6 @@ class DrainContext(Protocol):
 
     def announce_not_durable(self, job: str, group: VersionId, why: str) -> None:
         """Report to the job's other nodes, in the background, that a step will not become durable."""
-
-    def describe_shard(self, record: ShardRecord) -> tuple[ShardIndex, bytes, bytes]: ...
-    def quarantine_reasons(self, job: str) -> Mapping[VersionId, str]: ...
 
 
 @dataclass
@@ -202,7 +205,7 @@ class Drain(StoreListener):
 
         Required steps and steps with uploaded shards remain.
         """
-        if self._context.durable_settings(newer.job).on_busy == "wait":
+        if self._context.durable.settings(newer.job).on_busy == "wait":
             return
         for step in list(self._steps.values()):
             older = step.job == newer.job and step.version_id < newer.version_id and step.state == "waiting"
@@ -358,7 +361,7 @@ class Drain(StoreListener):
 
     def _drain(self, step: _DrainingStep) -> None:
         try:
-            with self._context.catalog(step.job) as catalog:
+            with self._context.durable.catalog(step.job) as catalog:
                 if catalog is None:
                     self._settle(step, "failed" if step.required else "skipped", "the job has no durable tier")
                     return
@@ -521,8 +524,8 @@ class Drain(StoreListener):
             raise CheckpointDamagedError(f"{key} was evicted from this node's memory before it was durable") from error
         if bad:
             raise CheckpointDamagedError(f"{key} changed in memory after it was sealed, so it is not uploaded")
-        settings = self._context.durable_settings(step.job)
-        index, layout, table = self._context.describe_shard(record)
+        settings = self._context.durable.settings(step.job)
+        index, layout, table = self._context.steps.describe_shard(record)
         journal = _Journal(self._store, step.job)
         failpoint("drain.began")
         index = self._upload(step, catalog, settings, index, journal)
@@ -584,7 +587,7 @@ class Drain(StoreListener):
         With durable.on_busy "wait", skip none.
         """
         with self._changed:
-            if self._context.durable_settings(newer.job).on_busy == "wait":
+            if self._context.durable.settings(newer.job).on_busy == "wait":
                 return
             for step in list(self._steps.values()):
                 older = step.job == newer.job and step.version_id < newer.version_id and step.state == "waiting"
@@ -594,7 +597,7 @@ class Drain(StoreListener):
 
     def _upload_quarantine(self, job: str, catalog: DurableCatalog) -> None:
         listing = catalog.cached_listing()
-        for group, reason in self._context.quarantine_reasons(job).items():
+        for group, reason in self._context.marks.quarantine_reasons(job).items():
             if group in listing.manifests and group not in listing.quarantined:
                 catalog.quarantine(group, reason)
 
@@ -670,7 +673,7 @@ class Drain(StoreListener):
             catalog.store.abort_stale_uploads(f"{job}/", older_than_s=_ABANDONED_S, keep=keep)
 
     def _expired_steps(self, job: str, listing: CatalogListing) -> list[VersionId]:
-        settings = self._context.durable_settings(job)
+        settings = self._context.durable.settings(job)
         return expired_steps(
             {group: entry.base for group, entry in listing.manifests.items()},
             keep_last=settings.keep_last,

@@ -7,16 +7,20 @@ reaches a step shows that the step can be loaded. Each agent counts in its own m
 
 from __future__ import annotations
 
+import logging
+import math
 import threading
 import time
-from collections import defaultdict
-from collections.abc import Callable, Collection
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
 from peerstore.daemon_process import ProcessIdentity
-from peerstore.shard_records import VersionId
+from peerstore.shard_records import ShardRecord, VersionId
+from peerstore.store.store_listener import StoreListener
 from tieredckpt.agent.agent_api import ProtectionStatus
 
+log = logging.getLogger(__name__)
 UNPROTECTED_GRACE_S = 30.0
 """Seconds after its seal in which a shard may lack replicas without a warning."""
 
@@ -45,6 +49,52 @@ def describe_protection(status: ProtectionStatus) -> str:
     return f"{protected}, unprotected since {since}{missed}"
 
 
+_LOG_S = 60.0
+
+
+class TrainerHealth:
+    """Metrics of the trainers, and the saves that they missed. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.metrics: dict[str, Counter[str]] = defaultdict(Counter)
+        """Totals by job and name."""
+        self._missed_saves: dict[str, tuple[int, int, float]] = {}
+        """By job: newest protected step, number of saves missed since, and the Unix time of the first of them."""
+        self._logged: dict[str, tuple[bool, float]] = {}
+        """By job: whether the last log line reported it as unprotected, and the monotonic time of that line."""
+
+    def add_metrics(self, job: str, values: Mapping[str, float], missed: int) -> None:
+        """Add to the totals; ``missed`` saves were skipped or failed."""
+        with self._lock:
+            counter = self.metrics[job]
+            for name, value in values.items():
+                counter[name] += value  # type: ignore[assignment]
+            if missed:
+                protected, earlier, first = self._missed_saves[job]
+                self._missed_saves[job] = protected, earlier + missed, first or time.time()
+
+    def protection(self, job: str, protected: int, newer: Collection[float]) -> ProtectionStatus:
+        """Return a job's protection; ``newer`` holds the Unix times at which newer shards were sealed."""
+        with self._lock:
+            counted_from, missed_saves, first = self._missed_saves.get(job, (protected, 0, 0.0))
+            if counted_from != protected:
+                missed_saves, first = 0, 0.0
+            self._missed_saves[job] = protected, missed_saves, first
+        return protection_status(protected, newer, (missed_saves, first), now=time.time())
+
+    def log_protection(self, job: str, status: ProtectionStatus) -> None:
+        """Log a change of the job's protection, at most one line a minute."""
+        now = time.monotonic()
+        with self._lock:
+            was_bad, logged_at = self._logged.get(job, (False, -math.inf))
+            is_bad = status.unprotected_since is not None
+            if is_bad == was_bad or now - logged_at < _LOG_S:
+                return
+            self._logged[job] = is_bad, now
+        log.log(logging.WARNING if is_bad else logging.INFO, "job %s: %s", job, describe_protection(status))
+
+
 CRASHED_LOAD_EXPIRY_S = 3600.0
 """Seconds for which a crashed load counts."""
 _FIRST_STEP_S = 600.0
@@ -62,7 +112,7 @@ class _Load:
     left_at: float | None = None
 
 
-class CrashedLoads:
+class CrashedLoads(StoreListener):
     """Loads of this node's processes, and counts of those that crashed their process. Thread-safe."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -90,12 +140,18 @@ class CrashedLoads:
             if stepped and load is not None:
                 self._crashes[job].pop((load.version_id, load.rank), None)
 
-    def process_left(self, owner: ProcessIdentity, job: str) -> None:
-        """Record that the last connection of the process was closed."""
+    def on_client_left(self, owner: ProcessIdentity, job: str) -> None:
         with self._lock:
             load = self._loads.get((owner, job))
             if load is not None:
                 load.left_at = self._clock()
+
+    def on_job_expired(self, job: str) -> None:
+        self.forget(job)
+
+    def on_shard_sealed(self, record: ShardRecord) -> None:
+        """Drop the counts of older steps: the job has passed them, so no rank will load them."""
+        self.forget(record.key.job, before=record.key.version)
 
     def count(self, job: str) -> dict[VersionId, int]:
         """Return the number of recent crashed loads of each step, the maximum over its ranks."""

@@ -201,7 +201,7 @@ def _required_names(ckpt: Checkpointer) -> RequiredNames | None:
     chosen = resolve_step(candidates, quarantined=bad, unreachable=list(seen.unreachable)).chosen
     if chosen is None:
         return None
-    step = StepIndex(node.describe_step(job, chosen.version_id))
+    step = StepIndex(node.steps.describe(job, chosen.version_id))
     return RequiredNames(chosen.version_id.version, frozenset(step.tensors), frozenset(step.objects))
 
 

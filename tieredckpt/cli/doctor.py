@@ -281,7 +281,7 @@ def _about_newest_manifest(agent: NodeAgentClient, job: str) -> list[CheckResult
     durable = [view.version_id for view in agent.list_steps(job).views if view.durable]
     try:
         if durable:
-            agent.describe_step(job, max(durable))
+            agent.steps.describe(job, max(durable))
     except FormatVersionError as error:
         return [check_failed("metadata format", str(error), "install a newer release")]
     except (TieredCheckpointError, PeerStoreError):

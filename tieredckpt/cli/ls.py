@@ -204,7 +204,7 @@ def step_rows(client: TierClient, location: Location, survey: StepInventory) -> 
             # The agent may have credentials that this process lacks; without it sizes and copies stay unknown.
             with contextlib.suppress(TieredCheckpointError):
                 if client.agent is not None:
-                    manifests[group] = client.agent.describe_step(location.job, group).manifest
+                    manifests[group] = client.agent.steps.describe(location.job, group).manifest
 
     with ThreadPoolExecutor(_READERS, thread_name_prefix="tieredckpt-ls") as readers:
         list(readers.map(read, wanted))

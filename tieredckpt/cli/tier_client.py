@@ -87,7 +87,7 @@ class TierClient:
         for node in (self.agent, self._direct if self.durable_settings(job).url else None):
             if node is not None:
                 try:
-                    found.append(node.describe_step(job, group))
+                    found.append(node.steps.describe(job, group))
                 except CheckpointNotFoundError as error:
                     absent = error
         if not found:
@@ -186,7 +186,7 @@ class TierClient:
                 f"job {job!r} has no durable tier that this node's agent knows of: its steps are in memory only. Name "
                 "a durable tier with --durable URL or durable.url"
             )
-        with self._direct.catalog(job) as catalog:  # stays open: the job is configured once
+        with self._direct.durable.catalog(job) as catalog:  # stays open: the job is configured once
             assert catalog is not None  # noqa: S101 - it was configured with a URL
             return catalog
 

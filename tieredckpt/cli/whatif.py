@@ -127,7 +127,7 @@ class ReplicaCoverage:
 
     def _read_layouts(self, group: VersionId) -> tuple[StateTable, dict[int, Layout]] | None:
         try:
-            manifest = self._agent.describe_step(self._job, group).manifest
+            manifest = self._agent.steps.describe(self._job, group).manifest
             names = [shard.meta.table for shard in manifest.shards if shard.meta.table in manifest.tables]
             if not names:
                 return None

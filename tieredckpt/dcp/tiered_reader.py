@@ -667,7 +667,7 @@ class TieredReader(StorageReader):
         found = {tier for tiers_of_part in tiers for tier in tiers_of_part}
         locations = ["this node's memory"] * (Tier.MEMORY in found)
         try:
-            described = self.session.agent.describe_step(job, newest)
+            described = self.session.agent.steps.describe(job, newest)
         except (TieredCheckpointError, PeerStoreError) as error:
             log.debug("%s: the agent did not describe step %d: %s", job, newest.version, error)
             locations += ["the memory of other nodes"] * (Tier.PEER in found)

@@ -250,7 +250,7 @@ class StepFileSpace:
         with translated_store_errors(f"step {step} of {self.job} cannot be completed"):
             store = session.agent.store
             try:
-                seen = session.agent.describe_step(self.space, attempt.version_id)
+                seen = session.agent.steps.describe(self.space, attempt.version_id)
                 source = StepSource(seen, store, session.durable.open, session.peers)
                 try:
                     save_from_files(attempt.writer, metadata, source)

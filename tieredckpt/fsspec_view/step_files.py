@@ -301,7 +301,7 @@ class JobStepFiles:
         if not fresh and seen is not None and seen.session is session and time.monotonic() - seen.at < _FRESH_S:
             return seen
         with translated_store_errors(f"step {group.version} of {self.job} cannot be read"):
-            at, step = time.monotonic(), StepIndex(session.agent.describe_step(self.job, group))
+            at, step = time.monotonic(), StepIndex(session.agent.steps.describe(self.job, group))
         files = files or StepAsFiles(step, Location(parse_location(self.job).job, group.version))
         seen = _Seen(at, session, step, files)
         with self._lock:

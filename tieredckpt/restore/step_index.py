@@ -175,7 +175,7 @@ class RankReadPlan:
         self._unreadable = frozenset(unreadable)
         self._job = job
         self.version_id = group
-        self.names = node.step_names(job, group)
+        self.names = node.steps.names(job, group)
         self.shards: dict[int, ShardIndex] = {}
         self.found: dict[int, tuple[Tier, ...]] = {}
         self.sources: dict[int, tuple[PeerSource, ...]] = {}
@@ -206,7 +206,7 @@ class RankReadPlan:
             some = needs[done : done + _PIECES_PER_REQUEST]
             last = done + len(some) == len(needs)
             wanted = [(fqn, box.offsets, box.sizes) for fqn, box in some]
-            answer = self._node.step_pieces(self._job, self.version_id, rank, wanted, objects if last else ())
+            answer = self._node.steps.pieces(self._job, self.version_id, rank, wanted, objects if last else ())
             found: list[list[TensorPiece]] = [[] for _ in range(answer.answered)]
             for one in answer.pieces:
                 fqn, _, _ = wanted[one.need]
@@ -229,7 +229,7 @@ class RankReadPlan:
         left = sorted(used | {item.part for item in self._objects.values()})
         is_lossy = False
         while left:
-            answer = self._node.step_parts(self._job, self.version_id, left)
+            answer = self._node.steps.parts(self._job, self.version_id, left)
             for one in answer.parts:
                 part = one.index.key.part
                 self.shards[part], self._headers[part] = one.index, one.header_bytes

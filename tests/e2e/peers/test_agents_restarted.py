@@ -97,7 +97,7 @@ def wait_for_a_stopped_agent(job, url):
             asked = {
                 "status": node.store.status,
                 "survey": lambda: node.list_steps(job, fresh=True),
-                "describe": lambda: node.describe_step(job, view.version_id),
+                "describe": lambda: node.steps.describe(job, view.version_id),
                 "pin": lambda: node.store.pin(key),
                 "drains": lambda: node.drain_status(job),
                 "cluster": lambda: node.cluster_status(job),

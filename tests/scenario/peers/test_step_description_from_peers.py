@@ -108,7 +108,7 @@ def test_layout_damaged_everywhere_is_damage(nodes):
     node = nodes["n1"]
     service = NodeAgentService(node.store, node_peers=node.node_peers)
     with contextlib.closing(service), pytest.raises(CheckpointDamagedError, match=layout(0)):
-        service.step_layouts(JOB, GROUP, [layout(0)], [])
+        service.steps.layouts(JOB, GROUP, [layout(0)], [])
 
 
 @pytest.mark.parametrize("kind", ["layout", "table"])
@@ -123,7 +123,7 @@ def test_damaged_local_blob_is_fetched_from_another_node(nodes, kind):
     (file,) = (path for path in node.directory.rglob(f"*{name}*") if path.is_file())
     flip_byte(file, file.stat().st_size - 1)
     with contextlib.closing(NodeAgentService(node.store, node_peers=node.node_peers)) as service:
-        found = service.step_layouts(JOB, GROUP, [layout(0)], [TABLE_OF_ALL])
+        found = service.steps.layouts(JOB, GROUP, [layout(0)], [TABLE_OF_ALL])
     blob = found.layouts[layout(0)] if kind == "layout" else found.tables[TABLE_OF_ALL]
     assert unpack_blob(blob) == good
 

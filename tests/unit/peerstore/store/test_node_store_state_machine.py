@@ -45,6 +45,7 @@ class StoreLife(RuleBasedStateMachine):
         self.sealed = {}  # key -> size of acknowledged shards that are neither forgotten nor damaged
         self.lost = set()  # groups that had a part forgotten or damaged
         self.damaged = set()  # those of them that count as incomplete, even if a node reports them complete
+        self.deleted = set()  # versions that the owner deleted
         self.marked = set()
         self.pins = {}
         self.open()
@@ -121,7 +122,7 @@ class StoreLife(RuleBasedStateMachine):
         if any(lease.key.version_id == of.version_id for lease in self.leases.values()):
             return
         self.store.versions.mark_committed("job", of.version_id)
-        if of.version_id not in self.damaged:
+        if of.version_id not in self.damaged | self.deleted:
             self.marked.add((of.version_id, frozenset(k.part for k in self.sealed if k.version_id == of.version_id)))
 
     @precondition(lambda self: self.sealed and len(self.pins) < 2)
@@ -143,6 +144,7 @@ class StoreLife(RuleBasedStateMachine):
         of = data.draw(st.sampled_from(sorted(self.sealed)))
         gone = {k for k in self.sealed if k.version_id == of.version_id}
         assert self.store.versions.delete("job", [of.version_id]) == len(gone)
+        self.deleted.add(of.version_id)
         self.lose(gone)
 
     @precondition(lambda self: any(self.sealed.values()) and not self.pins)

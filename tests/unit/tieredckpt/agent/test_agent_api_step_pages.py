@@ -16,14 +16,14 @@ class Forgets:
     def __init__(self, *, parts: bool) -> None:
         self._parts = parts
 
-    def step_summary(self, job, group):
+    def summary(self, job, group):
         return StepSummary((0,), 1, "test", ("layout",), ())
 
-    def step_parts(self, job, group, parts, *, item_sizes=False):
+    def parts(self, job, group, parts, *, item_sizes=False):
         index = ShardIndex(shard_key(1), 1, 0, 1, b"", ShardMeta("layout", ()))
         return ShardLocations([ShardLocation(index, 0, ("memory",), ())] if self._parts else [], [])
 
-    def step_layouts(self, job, group, layouts, tables):
+    def layouts(self, job, group, layouts, tables):
         return LayoutsPage({}, {}, more=False)
 
 

@@ -153,14 +153,14 @@ def test_durable_settings_are_stored_again_for_a_returning_expired_job(arena, tm
         for epoch in (1, 2):
             store.claim("job", "incarnation", at_least=epoch)
             service.configure("job", durable)
-            assert service.durable_settings("job") == durable
+            assert service.durable.settings("job") == durable
             if epoch == 1:
                 now[0] += 60.0
                 store.sweep()
                 assert store.jobs.names() == []
     store = NodeStore(arena, StoreSettings(budget="64MiB"))
     with contextlib.closing(store), contextlib.closing(NodeAgentService(store)) as service:
-        assert service.durable_settings("job") == durable
+        assert service.durable.settings("job") == durable
 
 
 class Opened:
@@ -183,7 +183,7 @@ class Opened:
 
 
 def ask_for_catalog(service):
-    with service.catalog("job"):
+    with service.durable.catalog("job"):
         pass
 
 
@@ -214,7 +214,7 @@ def test_store_opened_during_a_move_is_discarded(arena, tmp_path):
         assert opened.began.wait(200)
         service.configure("job", DurableSettings(url=f"file://{tmp_path}/after"))
         asking.join()
-        with service.catalog("job") as catalog:
+        with service.durable.catalog("job") as catalog:
             assert catalog.store.url == f"file://{tmp_path}/after"
 
 
@@ -224,7 +224,7 @@ def test_refused_durable_url_is_not_remembered(url, error):
         with pytest.raises(error, match=r"durable\.url"):
             service.configure("job", DurableSettings(url=url), check="open")
         assert service.list_steps("job").unreachable == {}
-        assert service.durable_settings("job").url == ""
+        assert service.durable.settings("job").url == ""
 
 
 def test_checked_durable_url_is_read_and_not_remembered(tmp_path):
@@ -233,10 +233,10 @@ def test_checked_durable_url_is_read_and_not_remembered(tmp_path):
         service.configure("job", before)
         for check in ("open", "write"):
             service.configure("job", checked, check=check)
-            assert service.durable_settings("job") == before
+            assert service.durable.settings("job") == before
             assert service.list_steps("job").durable == checked
         service.configure("job", checked)
-        assert service.durable_settings("job") == checked
+        assert service.durable.settings("job") == checked
 
 
 def test_settings_of_a_remembered_url_take_effect_when_they_are_checked(tmp_path):
@@ -244,7 +244,7 @@ def test_settings_of_a_remembered_url_take_effect_when_they_are_checked(tmp_path
     with memory_node() as service:
         service.configure("job", before)
         service.configure("job", changed, check="open")
-        assert service.durable_settings("job") == changed
+        assert service.durable.settings("job") == changed
 
 
 def test_checked_durable_url_is_read_while_a_process_that_named_it_runs(tmp_path):

@@ -7,7 +7,7 @@ from peerstore.settings import StoreSettings
 from peerstore.shard_records import ShardKey, VersionId
 from peerstore.store.arena import TmpfsArena
 from peerstore.store.node_store import NodeStore
-from tieredckpt.agent import agent_service, step_locator
+from tieredckpt.agent import node_step_reader, step_locator
 from tieredckpt.agent.agent_api import LAYOUT_BLOB_PREFIX, TABLE_BLOB_PREFIX
 from tieredckpt.agent.agent_service import NodeAgentService
 from tieredckpt.format.manifest import ShardMeta, StateTable, TableTensor, encode_meta, encode_table, pack_blob
@@ -42,17 +42,17 @@ def store(tmp_path):
 def test_step_names_are_built_once_for_eight_ranks(store, table, monkeypatch):
     seal(store, table)
     made = {"decoded": [], "packed": []}
-    decode, packed = agent_service.decode_table, step_locator.pack_blob
-    monkeypatch.setattr(agent_service, "decode_table", lambda data: made["decoded"].append(data) or decode(data))
+    decode, packed = node_step_reader.decode_table, step_locator.pack_blob
+    monkeypatch.setattr(node_step_reader, "decode_table", lambda data: made["decoded"].append(data) or decode(data))
     monkeypatch.setattr(step_locator, "pack_blob", lambda data: made["packed"].append(data) or packed(data))
     agent = NodeAgentService(store)
     try:
-        pages = [agent.step_names_page("job", GROUP, "", 0) for _ in range(8)]
-        found = [agent.step_pieces("job", GROUP, rank, [(NAMES[rank], (0,), (4,))], ()) for rank in range(len(NAMES))]
+        pages = [agent.steps.names_page("job", GROUP, "", 0) for _ in range(8)]
+        found = [agent.steps.pieces("job", GROUP, rank, [(NAMES[rank], (0,), (4,))], ()) for rank in range(len(NAMES))]
     finally:
         agent.close()
     assert {page.digest for page in pages} == {pages[0].digest}
-    assert agent.step_names("job", GROUP).names == NAMES
+    assert agent.steps.names("job", GROUP).names == NAMES
     assert [len(said.pieces) for said in found] == [1] * len(NAMES)
     assert len(made["packed"]) == 1
     assert len(made["decoded"]) == (table is not None)

@@ -35,7 +35,7 @@ def end(loads, owner, group=STEP, rank=0, *, done=False):
     loads.load_started(owner, "job", group, rank)
     if done:
         loads.load_done(owner, "job")
-    loads.process_left(owner, "job")
+    loads.on_client_left(owner, "job")
 
 
 @pytest.mark.parametrize("done", [False, True])
@@ -49,7 +49,7 @@ def test_death_in_a_load_or_before_the_first_step_counts(loads, done):
 def test_clean_exit_or_live_process_does_not_count(loads):
     loads.load_started(dead(1), "job", STEP, 0)
     loads.load_ended(dead(1), "job", stepped=False)
-    loads.process_left(dead(1), "job")
+    loads.on_client_left(dead(1), "job")
     end(loads, current_process())
     loads.load_started(dead(2), "job", STEP, 0)  # its connections are still open
     assert loads.count("job") == {}
@@ -65,7 +65,7 @@ def test_death_long_after_a_load_does_not_count(loads, clock):
     loads.load_started(dead(1), "job", STEP, 0)
     loads.load_done(dead(1), "job")
     clock.now += 3600
-    loads.process_left(dead(1), "job")
+    loads.on_client_left(dead(1), "job")
     assert loads.count("job") == {}
 
 

@@ -49,8 +49,8 @@ def save(store, step):
 
 def test_step_is_described_once_for_all_its_files(node, monkeypatch):
     save(node.store, 1)
-    steps, describe, described = JobStepFiles("job"), node.describe_step, []
-    monkeypatch.setattr(node, "describe_step", lambda *what: described.append(what) or describe(*what))
+    steps, describe, described = JobStepFiles("job"), node.steps.describe, []
+    monkeypatch.setattr(node.steps, "describe", lambda *what: described.append(what) or describe(*what))
     began = time.monotonic()
     with steps.open(1, ".metadata") as file:
         assert file.read()

@@ -51,8 +51,8 @@ def assert_left_out(node, step: int, *, failed: int = 1) -> None:
     """Assert that no slot is leased, the agent aborted the step, and the failure was counted once."""
     assert node.store.status().arena.leases == 0
     assert [fact.key.version for fact in node.store.list_shards(JOB) if fact.key.version == step] == []
-    assert node.trainer_metrics[JOB]["failed"] == failed
-    assert node.trainer_metrics[JOB]["saves"] == 1
+    assert node.trainers.metrics[JOB]["failed"] == failed
+    assert node.trainers.metrics[JOB]["saves"] == 1
 
 
 @pytest.mark.parametrize("stage", STAGES)

@@ -41,7 +41,7 @@ def test_step_still_becomes_durable(node, tmp_path):
     with Checkpointer("tiered://gone", durable=f"file://{tmp_path}") as ckpt:
         ckpt.save(state_at(1), 1).wait("durable")
         node.store.versions.delete("gone")
-        node._forget_catalog("gone")  # like an agent that restarted
+        node.durable._forget("gone")  # like an agent that restarted
         ckpt.save(state_at(2), 2).wait("durable")
         assert [info.step for info in ckpt.steps() if "durable" in info.tiers] == [1, 2]
 
