@@ -12,7 +12,6 @@ from rich.console import Console
 
 from peerstore.shard_records import VersionId
 from peerstore.sizes_and_durations import show_size
-from tieredckpt.agent.drain import JOURNAL_BLOB_PREFIX
 from tieredckpt.agent.durable_catalog import (
     DurableCatalog,
     OrphanedStep,
@@ -22,6 +21,7 @@ from tieredckpt.agent.durable_catalog import (
     orphaned_parts,
 )
 from tieredckpt.agent.retention import expired_steps
+from tieredckpt.agent.shard_uploads import journaled_uploads
 from tieredckpt.cli.command_output import CommandOutput, format_age, literal, pluralized, text_table
 from tieredckpt.cli.common_options import pass_output, settings_from_options, tier_options, with_exit_code_help
 from tieredckpt.cli.exit_codes import ExitCode
@@ -163,12 +163,7 @@ def stored_size_bytes(catalog: DurableCatalog, group: VersionId) -> int:
 
 def _abort_stale_uploads(client: TierClient, catalog: DurableCatalog, job: str, older_than_s: float) -> int:
     """Abort stale uploads, except those that this node's agent will resume. Return their number."""
-    journals = client.agent.store.blobs.list_names(job) if client.agent is not None else []
-    keep = [
-        name.removeprefix(JOURNAL_BLOB_PREFIX).replace("@", "/")
-        for name in journals
-        if name.startswith(JOURNAL_BLOB_PREFIX)
-    ]
+    keep = journaled_uploads(client.agent.store.blobs.list_names(job)) if client.agent is not None else []
     return catalog.store.abort_stale_uploads(f"{job}/", older_than_s=older_than_s, keep=keep)
 
 

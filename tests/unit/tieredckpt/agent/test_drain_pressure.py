@@ -6,6 +6,7 @@ import threading
 import pytest
 
 from peerstore.daemon_process import current_process
+from peerstore.errors import RequestError
 from peerstore.settings import StoreSettings
 from peerstore.shard_records import ShardKey, VersionId
 from peerstore.store.arena import MemfdArena
@@ -14,6 +15,7 @@ from tests.support.local_nodes import JOB, local_nodes, wait_until
 from tieredckpt.agent.agent_api import LAYOUT_BLOB_PREFIX
 from tieredckpt.agent.agent_service import NodeAgentService
 from tieredckpt.agent.durable_catalog import DurableCatalog
+from tieredckpt.agent.durable_retention import DurableRetention
 from tieredckpt.durable.retrying_store import open_store
 from tieredckpt.errors import DurableRefusedError, TierUnavailableError
 from tieredckpt.format.manifest import ShardMeta, encode_meta, pack_blob
@@ -368,3 +370,14 @@ def test_upload_to_another_store_does_not_count(node, road, tmp_path):
     seal(node.store, 1, 1, 2, durable=True)
     assert node.wait_durable(JOB, group_of(1), LONG_S).state == "done"
     assert len([name for name in stored(tmp_path / "new") if name.endswith(".safetensors")]) == 2
+
+
+@pytest.mark.parametrize("error", [RuntimeError("a defect"), RequestError("refused")])
+def test_failed_deletion_of_old_steps_does_not_end_the_drain(node, monkeypatch, error):
+    def refuse(*_):
+        raise error
+
+    monkeypatch.setattr(DurableRetention, "exchange_marks", refuse)
+    for step in (1, 2):
+        seal(node.store, step, durable=True)
+        assert node.wait_durable(JOB, group_of(step), LONG_S).state == "done"
