@@ -25,7 +25,7 @@ from benchmarks.rounds import Contender, byte_row, measure, together, use_thread
 from benchmarks.sandbox import JOB
 from benchmarks.states import TOP_OF_EXPONENT, State, blank, size_of, wipe
 from tieredckpt import Checkpointer, TieredReader
-from tieredckpt.dcp.tiered_reader import RestoreReport
+from tieredckpt.dcp.restore_report import RestoreReport
 
 OURS, FILES = "dcp.load(TieredReader)", "dcp.load(FileSystemReader)"
 NEEDED, MOVED, READ = "bytes the new ranks need", "bytes moved by TieredReader", "bytes read by FileSystemReader"

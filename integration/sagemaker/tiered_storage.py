@@ -29,7 +29,8 @@ from integration.sagemaker.errors import (
 )
 from integration.sagemaker.format_reader import SageMakerFormatReader
 from peerstore.errors import PeerStoreError
-from tieredckpt.dcp.tiered_reader import RestoreReport, TieredReader
+from tieredckpt.dcp.restore_report import RestoreReport
+from tieredckpt.dcp.tiered_reader import TieredReader
 from tieredckpt.dcp.tiered_writer import TieredWriter
 from tieredckpt.errors import CheckpointNotFoundError, TieredCheckpointError, TierUnavailableError
 from tieredckpt.location import check_step

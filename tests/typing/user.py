@@ -26,7 +26,7 @@ from tieredckpt import (
     TierUnavailableError,
 )
 from tieredckpt.checkpointer.save_handle import SaveHandle, SaveState, StepInfo
-from tieredckpt.dcp.tiered_reader import RestoreReport
+from tieredckpt.dcp.restore_report import RestoreReport
 
 
 def plain_dcp(state: dict[str, Any], step: int) -> int:

@@ -8,9 +8,9 @@
     failed  -> waiting
 
 A step is done when its manifest is written. It waits again if the store or another node must do something first. With
-durable.on_busy "skip", it is skipped once a newer step was sealed. A save in memory never waits for the store, so a step
-is also skipped if the save needs its slots. It is skipped if its owner dropped it. It fails if the store rejected it,
-and waits again if this node then seals another part.
+durable.on_busy "skip", it is skipped once a newer step was sealed. A save in memory never waits for the store, so a
+step is also skipped if the save needs its slots. It is skipped if its owner dropped it. It fails if the store rejected
+it, and waits again if this node then seals another part.
 
 A required step is one whose save requested durability explicitly. Only saves in memory displace it, after all other
 steps. It then counts as failed, and callers that wait for it see the failure.

@@ -7,26 +7,23 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable, Collection, Mapping
-from functools import partial
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import msgspec
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.planner import SavePlanner
 from torch.distributed.tensor import DTensor
 
 from peerstore import deadlines
 from peerstore.errors import PeerStoreError, UnavailableError
 from peerstore.message_codec import from_json
-from peerstore.shard_records import ShardKey
 from tieredckpt.agent.local_agents import warn_of_steps_elsewhere
 from tieredckpt.agent.stopped_step import StopReport, describe_stop, newest_stop, report_last_stop
+from tieredckpt.checkpointer.checkpoint_saver import CheckpointSaver
 from tieredckpt.checkpointer.directory_steps import directory_state, restore_directory
 from tieredckpt.checkpointer.overlapped_copy import wait_for_overlapped_copies
 from tieredckpt.checkpointer.preemption import PreemptionHandler, last_step_agreement
@@ -43,17 +40,13 @@ from tieredckpt.checkpointer.save_handle import (
     SaveHandle,
     SaveState,
     StepInfo,
-    await_copies,
-    describe_replication,
     step_infos,
 )
 from tieredckpt.checkpointer.save_queue import SaveQueue
-from tieredckpt.dcp.plain_checkpoints import plain_steps, plain_writer
+from tieredckpt.dcp.plain_checkpoints import plain_steps
 from tieredckpt.dcp.rank_group import RankGroup, unwrap_save_error
-from tieredckpt.dcp.tiered_reader import RestoreReport
-from tieredckpt.dcp.tiered_writer import TieredWriter, WriterOptions
+from tieredckpt.dcp.restore_report import RestoreReport
 from tieredckpt.errors import (
-    SaveFailedError,
     StoreBusyError,
     TieredCheckpointError,
     TierUnavailableError,
@@ -63,8 +56,6 @@ from tieredckpt.gc_pause import gc_paused
 from tieredckpt.live import abort_fence
 from tieredckpt.live.boundary_recorder import BoundaryRecorder
 from tieredckpt.location import check_step, parse_location
-from tieredckpt.session.agent_discovery import join_peer_agents, join_standby_nodes
-from tieredckpt.session.save_job import SaveJob, SaveOptions
 from tieredckpt.session.session import Session, open_session, session_if_open
 from tieredckpt.settings import Settings, load_settings, override_settings
 from tieredckpt.tensors.device import accelerator
@@ -80,18 +71,6 @@ _SKIP_WARNING_S = 60.0
 """Minimum seconds between two warnings about skipped steps."""
 _BYTES_BESIDE_TENSOR = 256
 """Additional bytes of a slot for each entry of the state, for alignment and small objects."""
-_SEALING_S = 2.0
-"""Seconds that a skippable save waits for the previous seal. Only an overloaded node needs longer."""
-T = TypeVar("T")
-
-
-class _SealVote(msgspec.Struct, frozen=True):
-    """Vote of one rank on whether its last save can serve as the sealed step."""
-
-    good: bool
-    """Whether its last save wrote that step and is sealed."""
-    attempts: int
-    """Number of times that it has tried to write the step."""
 
 
 class Checkpointer:
@@ -146,15 +125,17 @@ class Checkpointer:
         self._is_first = self._ranks.rank == 0
         self._queue = SaveQueue(self._location.job, self.settings, self._event_log, is_first=self._is_first)
         self._boundaries = BoundaryRecorder(self._location.job, self.settings)
-        self._planned_before = False
-        self._joined = False
+        self._saver = CheckpointSaver(
+            self._location.job,
+            self.settings,
+            self._ranks,
+            queue=self._queue,
+            boundaries=self._boundaries,
+            session=lambda: self.session,
+        )
         self._closed = False
         self._first_save_checked = False
         """Whether the checks before the first save have passed on all ranks."""
-        self._joined_for: set[bool] = set()
-        """Whether the agents joined for a restore (``True``), for a save (``False``), or both."""
-        self._last_part = 0
-        """Number of the part that this rank wrote last."""
         self._last_saved: SaveHandle | None = None
         self._due_saves = 0
         """Number of calls of :meth:`save` that were due."""
@@ -175,36 +156,6 @@ class Checkpointer:
         if self._closed and session_if_open(self._location.job, self.settings) is None:
             self._check_open()  # opening a session would start an agent
         return open_session(self._location.job, self.settings)
-
-    @property
-    def _wants_finite(self) -> bool:
-        return self.settings.memory.nonfinite == "refuse"
-
-    def _join(self, *, restoring: bool = False) -> None:
-        """Exchange the agents' addresses, once before the first restore and once before the first save."""
-        if restoring in self._joined_for:
-            return
-        self._call_on_all(lambda: self.session)  # a rank without an agent would block the others in the store
-        self._joined = self._call_on_all(lambda: join_peer_agents(self.session, restoring=restoring))
-        self._joined_for.add(restoring)
-
-    def _call_on_all(self, call: Callable[[], T]) -> T:
-        """Return the result of ``call`` after all ranks have called it; one failure makes all ranks raise.
-
-        So no rank requests shards from a node that has not joined the job, or waits for a rank that has failed.
-        """
-        error: TieredCheckpointError | None = None
-        try:
-            found = call()
-        except (TieredCheckpointError, PeerStoreError) as problem:
-            error = problem if isinstance(problem, TieredCheckpointError) else TierUnavailableError(str(problem))
-        answers = enumerate(self._ranks.all_gather(str(error) if error is not None else ""))
-        problems = [text if text.startswith("rank ") else f"rank {rank}: {text}" for rank, text in answers if text]
-        if error is not None:
-            raise error
-        if problems:
-            raise TierUnavailableError("; ".join(dict.fromkeys(problems)))
-        return found
 
     def save(
         self, state: StateDict, step: int, *, force: bool = False, keep: bool = False, durable: bool = False
@@ -249,9 +200,9 @@ class Checkpointer:
             with gc_paused():
                 if self.settings.enabled:
                     wait_s = self.settings.memory.wait_s if keep or durable else None
-                    saved = self._save(state, step, durable=last or durable, keep=keep, wait_s=wait_s)
+                    saved = self._saver.save(state, step, durable=last or durable, keep=keep, wait_s=wait_s)
                 else:
-                    saved = self._save_plain(state, step, durable=last or durable)
+                    saved = self._saver.save_plain(state, step, durable=last or durable)
         except StoreBusyError as error:
             # One warning a minute is enough: the agent reports the protected step, and the time since it is old.
             again = time.monotonic() - self._skip_warned_at < _SKIP_WARNING_S
@@ -292,7 +243,7 @@ class Checkpointer:
                 with contextlib.suppress(PeerStoreError):
                     self.session.durable.check(self.session.incarnation.newest_step)
 
-        self._call_on_all(check)
+        self._ranks.call_on_all(check)
         self._first_save_checked = True
 
     def _is_last(self, step: int) -> bool:
@@ -301,57 +252,6 @@ class Checkpointer:
             return False
         requested = self._preemption.requested
         return requested if self._last_step is None else self._last_step.is_last(step, told=requested)
-
-    def _save(
-        self, state: StateDict, step: int, *, durable: bool, keep: bool = False, wait_s: float | None = None
-    ) -> SaveHandle:
-        if wait_s is None:
-            wait_s = self.settings.memory.wait_s if self.settings.memory.on_busy == "wait" else 0.0
-        if not self._planned_before:
-            return self._save_first(state, step, durable=durable, keep=keep)
-        session = self.session
-        self._joined = join_standby_nodes(session) or self._joined
-        if session.registration.agents_are_isolated:
-            return self._save_first(state, step, durable=durable, keep=keep, wait_s=wait_s)
-        agreed = session.incarnation.agreed_rank_count
-        if agreed is not None and agreed < self._ranks.size:
-            raise SaveFailedError(
-                f"Only {agreed} of the {self._ranks.size} ranks of this checkpointer took part in the last load or "
-                f"save of {self._location.job}. Restore on all ranks. To read an old step, use a separate process. To "
-                "save a part of the state, use another job name"
-            )
-        required = durable and bool(self.settings.durable.url)
-        wanted = required or session.durable.wants(step)
-        key: ShardKey | None = None
-        try:
-            found = self._queue.planned(session, state)
-            if found is not None:
-                key = session.incarnation.next_key(step, found.planned.part)
-                self._queue.finish_last(wait_s=max(wait_s, _SEALING_S))
-                session.check_step_order(step)  # only now is the last sealed step known
-                if self._joined:
-                    self._queue.require_copies(session)
-                if wanted and self.settings.durable.on_busy == "wait":
-                    session.durable.wait_for_drain(step, self.settings.durable.retry_s)
-                options = SaveOptions(wanted, required=required, keep=keep, finite=self._wants_finite)
-                job = self._queue.stage(session, found, key, options, wait_s=wait_s)
-        except BaseException:
-            self._report_part_aborted(session, key, step)
-            raise
-        if found is None:
-            return self._save_first(state, step, durable=durable, keep=keep)
-        return self._seal_later(job)
-
-    def _seal_later(self, job: SaveJob) -> SaveHandle:
-        self._queue.start_seal(job)
-        return SaveHandle(job.key.version, SaveState.STAGED, job=job, has_replicas=self._joined)
-
-    def _report_part_aborted(self, session: Session, key: ShardKey | None, step: int) -> None:
-        """Report in the background that this rank writes no part of the step, so it can never be complete."""
-        if session.incarnation.part_count < 2 or session.incarnation.current is None or not self._planned_before:
-            return
-        # Without a key this uses up the next one, so that this rank and the others count the same attempts.
-        self._queue.submit(session.commits.abort_part, key or session.incarnation.next_key(step, self._last_part))
 
     def seal(self, state: StateDict, step: int, *, durable: bool = False, timeout_s: float = 600.0) -> SaveHandle:
         """Seal ``step`` on every rank and wait for its replicas, before the ranks exit.
@@ -365,16 +265,18 @@ class Checkpointer:
         self._check_open()
         deadline = time.monotonic() + timeout_s
         if not self.settings.enabled:
-            return self._save_plain(state, check_step(step), durable=True)
+            return self._saver.save_plain(state, check_step(step), durable=True)
         durable = durable and bool(self.settings.durable.url)
         with deadlines.timeout_scope(timeout_s):
             self._check_first_save(step)
             try:
-                saved = self._sealed_by_all(step, timeout_s, durable=durable)
+                saved = self._saver.sealed_by_all(self._last_saved, step, timeout_s, durable=durable)
                 if saved is None:
-                    saved = self._last_saved = self._save(state, check_step(step), durable=durable, wait_s=timeout_s)
+                    saved = self._last_saved = self._saver.save(
+                        state, check_step(step), durable=durable, wait_s=timeout_s
+                    )
                 saved.wait(timeout_s=max(0.0, deadline - time.monotonic()))
-                self._wait_for_copies(saved, max(0.0, deadline - time.monotonic()))
+                self._saver.wait_for_copies(saved, max(0.0, deadline - time.monotonic()))
             except PeerStoreError as error:
                 raise TierUnavailableError(f"step {step} of {self._location.job}: {error}") from error
             except CheckpointException as failure:
@@ -382,76 +284,6 @@ class Checkpointer:
             if durable:
                 saved.wait("durable", timeout_s=max(0.0, deadline - time.monotonic()))
         return saved
-
-    def _sealed_by_all(self, step: int, timeout_s: float, *, durable: bool) -> SaveHandle | None:
-        """Return the last save if it sealed ``step`` on every rank; otherwise align the ranks' attempts."""
-        saved = self._last_saved
-        good = saved is not None and saved.step == step and not (durable and not saved.becomes_durable)
-        if good and saved is not None:
-            try:
-                good = saved.wait(timeout_s=timeout_s) in (SaveState.SEALED, SaveState.COPIED, SaveState.DURABLE)
-            except (TieredCheckpointError, PeerStoreError):  # the caller saves the step again
-                good = False
-        session = self.session
-        mine = _SealVote(bool(good), session.incarnation.attempts_at(step))
-        answers = [
-            from_json(answer, _SealVote) for answer in self._ranks.all_gather(msgspec.json.encode(mine).decode())
-        ]
-        if all(answer.good for answer in answers):
-            return saved
-        # Ranks may have made different numbers of attempts, and parts of different attempts do not form a step.
-        session.align_attempts(step, max(answer.attempts for answer in answers), self._ranks.rank)
-        return None
-
-    def _wait_for_copies(self, saved: SaveHandle, timeout_s: float) -> None:
-        """Wait for the replicas of the last sealed part, and log a warning if some are missing."""
-        last = self._queue.last_sealed
-        if last is None or not self._joined:
-            return
-        found = await_copies(self.session, last, timeout_s)
-        if found.missing_copies:
-            replication = describe_replication(found)
-            log.warning("step %d of %s has %s after %.0f s", saved.step, self._location.job, replication, timeout_s)
-
-    def _save_first(
-        self, state: StateDict, step: int, *, durable: bool, keep: bool, wait_s: float | None = None
-    ) -> SaveHandle:
-        """Save with DCP's planning and collectives.
-
-        This is for a state without a plan, or for any state if the agents do not know each other. Then only the ranks
-        can report to the agents that a step is complete.
-        """
-        self._require_all_ready(self._boundaries.names, step)
-        self._join()
-        options = WriterOptions(
-            # Agents that do not know each other learn through DCP that all ranks have sealed.
-            seals=self.session.registration.agents_are_isolated,
-            required=durable and bool(self.settings.durable.url),
-            keep=keep,
-            wait_s=wait_s,
-            report=partial(self._queue.report, self.session),
-        )
-        writer = TieredWriter(
-            self._location.job, step, finite=self._wants_finite, settings=self.settings, options=options
-        )
-        try:
-            self._ranks.call_dcp(dcp.save, state, storage_writer=writer)
-        except CheckpointException as failure:
-            writer.discard_written()
-            error = unwrap_save_error(failure)
-            raise error if wait_s is not None and isinstance(error, StoreBusyError) else failure from None
-        except BaseException:
-            writer.discard_written()
-            raise
-        job = writer.job
-        if job is None:
-            raise writer.error or SaveFailedError(f"step {step} of {self._location.job} left no shard")
-        self._planned_before = True
-        self._last_part = job.key.part
-        if writer.record is None:
-            return self._seal_later(job)
-        self._queue.add_sealed(job, writer.record)
-        return SaveHandle(step, SaveState.SEALED, job=job, has_replicas=self._joined)
 
     def record_boundary(self, state: StateDict, step: int) -> None:
         """Record ``state`` as the state after ``step``; survivors of a fault can resume from it.
@@ -463,49 +295,6 @@ class Checkpointer:
         _check_state(state)
         self._boundaries.record(state, step)
         self._report_step_made()
-
-    def _save_survivor_step(self, planner: SavePlanner, step: int) -> None:
-        """Save the survivors' state as ``step`` with the planners of all ranks, and report it as complete."""
-        self._require_all_ready()
-        self._join()
-        self.session.loads.rewind_to(step)  # the job leaves the branch of later sealed steps
-        # New nodes do not know the durable tier, so their parts of the step would be missing there.
-        settings = override_settings(self.settings, durable={"url": ""})
-        writer = TieredWriter(self._location.job, step, finite=self._wants_finite, settings=settings)
-        self._ranks.call_dcp(dcp.save, {}, storage_writer=writer, planner=planner)
-        if writer.record is None:
-            raise writer.error or SaveFailedError(f"step {step} of {self._location.job} left no shard")
-        self.session.commits.report_complete(writer.record.key.version_id)
-
-    def _require_all_ready(self, names: str = "", step: int | None = None) -> None:
-        """Raise on all ranks before a collective if any rank cannot take part, so that none waits for it.
-
-        ``names``: a digest of the names in this rank's state. If it is the same on all ranks, each rank knows all
-        names of the state.
-        """
-        problem = ""
-        try:
-            self._queue.finish_last(wait_s=self.settings.memory.wait_s)
-            if self._joined:
-                self._queue.require_copies(self.session)
-            self.session.newest_known_epoch()
-            if step is not None:
-                self.session.check_step_order(step)
-        except (TieredCheckpointError, PeerStoreError) as error:
-            problem = f"rank {self._ranks.rank}: {error}"
-        answers = [text.partition(" ") for text in self._ranks.all_gather(f"{names} {problem}")]
-        if names and all(named == names for named, _, _ in answers):
-            self._boundaries.mark_names_complete()
-        problems = [text for _, _, text in answers if text]
-        if problems:
-            raise SaveFailedError("; ".join(problems))
-
-    def _save_plain(self, state: StateDict, step: int, *, durable: bool) -> SaveHandle:
-        if step % self.settings.durable.every and not durable:
-            return SaveHandle(step, SaveState.NOT_DUE)
-        writer = plain_writer(self.settings.durable, self._location.job, step)
-        self._ranks.call_dcp(dcp.save, state, storage_writer=writer)
-        return SaveHandle(step, SaveState.DURABLE)
 
     def _report_step_made(self) -> None:
         """Report that the training has made a step after its load, whether or not the step is due."""
@@ -650,8 +439,8 @@ class Checkpointer:
 
     def _last_stop(self) -> ExpectedStep | None:
         """Return the step that the last run sealed at its graceful stop, or ``None``; all ranks agree."""
-        self._join(restoring=True)
-        mine = self._call_on_all(lambda: report_last_stop(self.session.agent, self._location.job))
+        self._saver.join(restoring=True)
+        mine = self._ranks.call_on_all(lambda: report_last_stop(self.session.agent, self._location.job))
         answers = self._ranks.all_gather(msgspec.json.encode(mine).decode())
         reports = [from_json(answer, StopReport) for answer in answers]
         stopped = newest_stop(reports)
@@ -673,7 +462,7 @@ class Checkpointer:
         if not self.settings.enabled:
             return self._restorer.restore_plain(state, step)
         wait_for_overlapped_copies()
-        self._join(restoring=True)
+        self._saver.join(restoring=True)
         if self._ranks.rank == 0:
             self.session.durable.warn_memory_only()
         restored, report = self._restorer.restore(

@@ -156,7 +156,7 @@ def _hydrate(
     settings = _settings_for(retained, exchange.receive(f"{job}/peer", dict[str, Any]))
     try:
         with Checkpointer(f"tiered://{job}", settings=settings, on_sigterm="ignore") as ckpt:
-            ckpt._join(restoring=True)
+            ckpt._saver.join(restoring=True)
             if exchange.rank == chooser:
                 coverages = exchange.receive_all([f"{job}/{rank}" for rank in reporters], SurvivorCoverage)
                 contents = exchange.receive_all([f"{job}/content/{rank}" for rank in replicas], ContentDigest)
@@ -167,7 +167,7 @@ def _hydrate(
                 return Hydration(job, "snapshot", -1, job_holdings.reached, choice.why)
             failpoint("live.chosen")
             held = job_holdings.holdings.get(exchange.rank)
-            ckpt._save_survivor_step(
+            ckpt._saver.save_survivor_step(
                 _Planner(retained if held is not None and held.step == choice.step else None), choice.step
             )
             return Hydration(job, "live", choice.step, job_holdings.reached)

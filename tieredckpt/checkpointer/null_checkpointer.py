@@ -9,7 +9,7 @@ from typing import Literal
 
 from tieredckpt.checkpointer.restore_with_fallback import OnLost
 from tieredckpt.checkpointer.save_handle import SaveHandle, SaveState, StepInfo
-from tieredckpt.dcp.tiered_reader import RestoreReport
+from tieredckpt.dcp.restore_report import RestoreReport
 from tieredckpt.location import check_step
 from tieredckpt.tensors.state_dict import StateDict
 

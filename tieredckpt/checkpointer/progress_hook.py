@@ -21,7 +21,7 @@ import msgspec
 from peerstore.message_codec import from_json
 from tieredckpt.agent.agent_api import ProtectionStatus
 from tieredckpt.checkpointer.save_handle import SaveHandle, SaveState
-from tieredckpt.dcp.tiered_reader import RestoreReport
+from tieredckpt.dcp.restore_report import RestoreReport
 from tieredckpt.errors import (
     CheckpointDamagedError,
     CheckpointLostError,

@@ -27,7 +27,8 @@ from peerstore.sizes_and_durations import show_size
 from tieredckpt.checkpointer.progress_hook import take_reached_step
 from tieredckpt.dcp.plain_checkpoints import plain_reader, plain_steps
 from tieredckpt.dcp.rank_group import RankGroup, unwrap_load_error
-from tieredckpt.dcp.tiered_reader import RestoreReport, TieredReader, abbreviate, describe_mismatches
+from tieredckpt.dcp.restore_report import RestoreReport, abbreviate, describe_mismatches
+from tieredckpt.dcp.tiered_reader import TieredReader
 from tieredckpt.errors import (
     CheckpointDamagedError,
     CheckpointDeletedError,

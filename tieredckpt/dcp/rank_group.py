@@ -28,6 +28,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.distributed.checkpoint.utils import _DistWrapper
 
+from peerstore.errors import PeerStoreError
 from peerstore.message_codec import from_json
 from peerstore.shard_records import clock_ms
 from tieredckpt.errors import (
@@ -38,12 +39,17 @@ from tieredckpt.errors import (
     SaveFailedError,
     TieredCheckpointError,
     TierUnavailableError,
+    UsageError,
 )
 from tieredckpt.gc_pause import gc_paused
-from tieredckpt.session.incarnation import SaveDecision, SaveProblem, SaveProposal, decide_save
+from tieredckpt.rank_error import RankError
+from tieredckpt.session.incarnation import SaveDecision, SaveProposal, decide_save
 from tieredckpt.tensors.state_dict import StateDict, is_stateful, resolve_stateful
 
 _PLAN_TIMEOUT = timedelta(minutes=10)
+
+
+T = TypeVar("T")
 
 
 class RankGroup:
@@ -71,6 +77,24 @@ class RankGroup:
         gathered: list[Any] = [None] * self.size
         dist.all_gather_object(gathered, text, group=self._group)
         return gathered
+
+    def call_on_all(self, call: Callable[[], T]) -> T:
+        """Return the result of ``call`` once all ranks have it; raise the failure of one rank on all."""
+        error: Exception | None = None
+        problem = RankError()
+        try:
+            result = call()
+        except Exception as failure:  # noqa: BLE001 - raised below, once the other ranks know
+            error = _own_error(failure)
+            problem = RankError.of(error)
+        answers = [from_json(text, RankError) for text in self.all_gather(msgspec.json.encode(problem).decode())]
+        if error is not None:
+            raise error
+        problems = [(rank, answer) for rank, answer in enumerate(answers) if answer.message]
+        if problems:
+            described = "; ".join(f"rank {rank}: {answer.message}" for rank, answer in problems)
+            raise RankError(described, problems[0][1].kind).error()
+        return result
 
     def call_dcp(self, call: Callable[..., object], state: dict[str, Any], **storage: object) -> None:
         """Run DCP's save or load on all ranks, or without ``torch.distributed`` in this process only."""
@@ -240,7 +264,7 @@ def agree_via_store(proposal: SaveProposal, saving: SaveRanks) -> SaveDecision:
 
 class _Answer(msgspec.Struct, frozen=True):
     decision: SaveDecision | None
-    problem: SaveProblem = SaveProblem("")
+    problem: RankError = RankError()
 
 
 def _decide(store: torch.distributed.Store, prefix: str, saving: SaveRanks) -> str:
@@ -251,7 +275,7 @@ def _decide(store: torch.distributed.Store, prefix: str, saving: SaveRanks) -> s
         ]
         answer = _Answer(decide_for_ranks(proposals))
     except TieredCheckpointError as error:
-        answer = _Answer(None, SaveProblem.of(error))
+        answer = _Answer(None, RankError.of(error))
     return msgspec.json.encode(answer).decode()
 
 
@@ -265,6 +289,12 @@ def _wait_for_key(store: torch.distributed.Store, key: str, otherwise: str) -> b
         time.sleep(pause)
         pause = min(2 * pause, longest)
     return store.get(key)
+
+
+def _own_error(failure: Exception) -> Exception:
+    if isinstance(failure, PeerStoreError) and not isinstance(failure, TieredCheckpointError):
+        return TierUnavailableError(str(failure))
+    return UsageError(str(failure)) if isinstance(failure, OSError) else failure
 
 
 def _digest(ranks: Sequence[int]) -> str:

@@ -16,7 +16,6 @@ import secrets
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from torch.distributed.checkpoint.metadata import Metadata
@@ -25,12 +24,13 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from peerstore import deadlines
-from peerstore.errors import PeerStoreError
 from peerstore.failpoints import failpoint
 from peerstore.shard_records import VersionId
 from tieredckpt.agent.agent_api import StateNames
+from tieredckpt.dcp.load_vote import DOCTOR_HINT, START_FRESH_HINT, LoadDecision, LoadVote, elect, no_step_error
 from tieredckpt.dcp.plain_checkpoints import plain_reader, plain_steps
 from tieredckpt.dcp.rank_group import PlanMessage, clear_plan_messages, received_plan_messages
+from tieredckpt.dcp.restore_report import RestoreReport, abbreviate, describe_mismatches, describe_newer_steps
 from tieredckpt.dcp.tiered_writer import dcp_storage_meta
 from tieredckpt.durable.object_store import ObjectNotFoundError
 from tieredckpt.errors import (
@@ -38,7 +38,6 @@ from tieredckpt.errors import (
     CheckpointDeletedError,
     CheckpointLostError,
     CheckpointNotFoundError,
-    CheckpointTornError,
     MismatchError,
     RestoreProofError,
     TieredCheckpointError,
@@ -55,7 +54,6 @@ from tieredckpt.resolve_step import (
     StepVerdict,
     Tier,
     describe_forgotten,
-    elect_step,
     newer_steps,
     resolve_step,
     unrecognized_error,
@@ -72,58 +70,8 @@ from tieredckpt.tensors.state_dict import dtype_from_name
 log = logging.getLogger(__name__)
 
 _MAX_VOTES = 8
-_MAX_NAMES = 5
-_DOCTOR = "`tieredckpt doctor` checks the store from this node"
-START_FRESH_HINT = "To start from nothing on purpose: restore(..., on_lost='start_fresh'), or another job name"
 _REBUILD_S = 60.0
 """Seconds that a load waits for a newer step that other nodes are rebuilding."""
-
-
-@dataclass(frozen=True)
-class LoadVote:
-    """Steps that a rank can load, best first, and the reasons against the others."""
-
-    versions: tuple[VersionId, ...]
-    refused: tuple[str, ...] = ()
-    avoided: tuple[VersionId, ...] = ()
-    """Steps with crashed loads on this rank's node, which are chosen only if no other step remains."""
-    plain: int | None = None
-    """Step of a plain DCP checkpoint that is newer than every other step."""
-
-
-@dataclass(frozen=True)
-class LoadDecision:
-    """Step that all ranks load."""
-
-    version_id: VersionId
-    ranks: int = 1
-    """Number of ranks that load it together."""
-
-
-@dataclass
-class RestoreReport:
-    """Result of a load: the step and its sources, or the reasons why no saved step was loaded."""
-
-    step: int
-    """Loaded step; -1 for none."""
-    version_id: VersionId | None
-    bytes_by_tier: dict[str, int]
-    seconds: float = 0.0
-    refused: tuple[str, ...] = ()
-    """Newer steps that could not be used, with the reasons."""
-    bytes_by_node: dict[str, int] = field(default_factory=dict)
-    """Bytes of the peer tier by node."""
-    mode: Literal["live", "snapshot", "torn", "lost", "damaged"] = "snapshot"
-    """``live`` for the state of a fault's survivors, ``snapshot`` for a saved step.
-
-    With step -1: ``torn`` if no save ever became complete, ``lost`` or ``damaged`` with ``on_lost="start_fresh"``.
-    """
-    steps_redone: int | None = None
-    """Number of steps that a fault makes the training repeat; ``None`` without a fault."""
-    newer_steps: tuple[VersionId, ...] = ()
-    """Complete newer steps of other branches, oldest first, which the job abandons and repeats."""
-    proof: RestoreProof | None = None
-    """Comparison of the loaded state with the saved one; ``None`` without a comparison."""
 
 
 class TieredReader(StorageReader):
@@ -309,11 +257,11 @@ class TieredReader(StorageReader):
         if len({vote.plain for vote in votes}) > 1:
             raise TierUnavailableError(
                 f"{self._location}: some ranks found a plain checkpoint newest and others did not: not all of them see "
-                f"the same of the durable tier. {_DOCTOR}"
+                f"the same of the durable tier. {DOCTOR_HINT}"
             )
         if self._plain:
             return self._plain[1].prepare_global_plan(plans)
-        decision = self._decided = LoadDecision(_elect(votes, self._location), len(plans))
+        decision = self._decided = LoadDecision(elect(votes, self._location), len(plans))
         step = self._read_plan(decision.version_id)
         if step is not None:
             requested = {item.storage_index.fqn for plan in plans for item in plan.items}
@@ -459,7 +407,7 @@ class TieredReader(StorageReader):
             why, newest = resolution.reasons.get(tier, "no answer"), resolution.chosen.version_id.version
             log.warning(
                 "%s: the %s tier is unavailable: %s. Step %d is the newest in the other tiers. %s",
-                *(self._location, tier.value, why, newest, _DOCTOR),
+                *(self._location, tier.value, why, newest, DOCTOR_HINT),
             )
         for group in resolution.lost:
             if group.version > resolution.chosen.version_id.version and not resolution.unreachable:
@@ -658,38 +606,8 @@ class TieredReader(StorageReader):
         return report
 
     def describe_newer_steps(self) -> str:
-        """Return which newer complete steps the restored one leaves behind, and how to keep them; "" for none."""
-        report, job = self.report, self._location.job
-        if report is None or not report.newer_steps:
-            return ""
-        newest = report.newer_steps[-1]
-        tiers = next(one.found.values() for one in self._usable if one.version_id == newest)
-        found = {tier for tiers_of_part in tiers for tier in tiers_of_part}
-        locations = ["this node's memory"] * (Tier.MEMORY in found)
-        try:
-            described = self.session.agent.steps.describe(job, newest)
-        except (TieredCheckpointError, PeerStoreError) as error:
-            log.debug("%s: the agent did not describe step %d: %s", job, newest.version, error)
-            locations += ["the memory of other nodes"] * (Tier.PEER in found)
-        else:
-            nodes = sorted({source.node for sources in described.sources.values() for source in sources})
-            locations += [f"the memory of {abbreviate(nodes)}"] if nodes else []
-            found |= {tier for tiers_of_part in described.found.values() for tier in tiers_of_part}
-        locations += ["the durable tier"] * (Tier.DURABLE in found)
-        epochs = sorted({one.epoch for one in report.newer_steps})
-        branches = [
-            f"step{'s' * (len(steps) > 1)} {abbreviate([str(step) for step in steps])} of epoch {epoch}"
-            for epoch in epochs
-            for steps in [sorted({one.version for one in report.newer_steps if one.epoch == epoch}, reverse=True)]
-        ]
-        repeated = newest.version - report.step
-        return (
-            f"{job}: step {report.step} was restored, which leaves complete newer steps behind: "
-            f"{'; '.join(branches)} (step {newest.version}: {', '.join(locations) or 'unknown tier'}). The job does "
-            f"{repeated} step{'s' * (repeated > 1)} again. To keep step {newest.version}: tieredckpt pin {job} "
-            f"{newest.version}@{newest.epoch}. To continue from it: elastic run --resume-from "
-            f"{newest.version}@{newest.epoch}"
-        )
+        """Return which newer complete steps the last load leaves behind, and how to keep them; "" for none."""
+        return "" if self.report is None else describe_newer_steps(self.session, self.report, self._usable)
 
     def _prove(self, planner: LoadPlanner, pinned: PinnedShards) -> RestoreProof | None:
         """Compare the filled targets with the evidence. Later changes of the state are not covered."""
@@ -721,25 +639,6 @@ class TieredReader(StorageReader):
         return CheckpointDamagedError(f"{what} is quarantined on this node: {error}")
 
 
-def describe_mismatches(job: str, step: int, rank: int, proof: RestoreProof) -> str:
-    """Return a message about mismatched entries, or an empty string."""
-    if not proof.mismatched:
-        return ""
-    shown = abbreviate([f"{name} ({what})" if what else name for name, what in proof.mismatched.items()])
-    count = "1 entry differs" if len(proof.mismatched) == 1 else f"{len(proof.mismatched)} entries differ"
-    return (
-        f"step {step} of {job} was restored, and on rank {rank} {count} from the saved state: "
-        f"{shown}. Do not train on it. If every restore fails, two entries share memory or a load_state_dict() skips "
-        "an entry. If another restore succeeds, memory was damaged during this one. To disable this check: "
-        "TIEREDCKPT_MEMORY_PROOF=0, or Checkpointer(..., proof=False)"
-    )
-
-
-def abbreviate(names: Sequence[str]) -> str:
-    """Return the first few of many names, and the number of the others."""
-    return ", ".join(names[:_MAX_NAMES]) + (f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else "")
-
-
 _Needs = tuple[list[tuple[str, Box]], list[str]]
 
 
@@ -747,49 +646,6 @@ def _needs(plan: LoadPlan) -> _Needs:
     """Return the pieces of tensors and the objects that a plan reads."""
     tensors = [(item.storage_index.fqn, read_item_box(item)) for item in plan.items if item.type is LoadItemType.TENSOR]
     return tensors, [item.storage_index.fqn for item in plan.items if item.type is LoadItemType.BYTE_IO]
-
-
-def _elect(votes: Sequence[LoadVote], location: Location) -> VersionId:
-    """Return the newest step that every rank can load."""
-    reluctant = {group for vote in votes for group in vote.avoided}
-    chosen = elect_step([vote.versions for vote in votes], reluctant=reluctant)
-    if chosen is None:
-        reasons = sorted({reason for vote in votes for reason in vote.refused})
-        raise CheckpointDamagedError(
-            f"{location}: no step can be loaded by all ranks: {'; '.join(reasons) or 'no votes'}"
-        )
-    return chosen
-
-
-def no_step_error(location: Location, resolution: Resolution) -> TieredCheckpointError:
-    """Return the error for no step to load, with a type for each reason."""
-    if resolution.unreachable:
-        return TierUnavailableError(
-            f"{location}: the tiers that answered have no step to load, and the {', '.join(resolution.unreachable)} "
-            f"tier is unavailable. Whether a checkpoint exists is unknown ({resolution.explain()}). {_DOCTOR}"
-        )
-    purpose = f"To list the steps: tieredckpt ls {location.job}. {START_FRESH_HINT}"
-    if resolution.damaged:
-        return CheckpointDamagedError(
-            f"{location}: checkpoints exist, but none of them can be used ({resolution.explain()}). {purpose}"
-        )
-    if resolution.lost:
-        return CheckpointLostError(
-            f"{location}: steps were complete, but the nodes that answer lack parts of each "
-            f"({resolution.explain()}). Restart the missing nodes. {purpose}"
-        )
-    if resolution.forgotten is not None:
-        return CheckpointLostError(
-            f"{location}: {resolution.explain()}. A durable tier (durable=, durable.url) keeps steps beyond that. "
-            f"{START_FRESH_HINT}"
-        )
-    if resolution.torn:
-        return CheckpointTornError(
-            f"{location}: step {resolution.torn[-1].version} was started and never completed, as far as the tiers know "
-            f"({resolution.explain()}). The missing parts were not sealed before their ranks ended, or are on nodes "
-            f"that have left the job. To list the steps: tieredckpt ls {location.job}"
-        )
-    return CheckpointNotFoundError(f"{location}: no complete step to load ({resolution.explain()})")
 
 
 def _metadata(step: RankReadPlan, location: Location) -> Metadata:

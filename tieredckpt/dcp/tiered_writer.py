@@ -41,7 +41,8 @@ from tieredckpt.location import (
     parse_location,
     reject_local_tiered_folder,
 )
-from tieredckpt.session.incarnation import CapturePoint, SaveDecision, SaveProblem, SaveProposal
+from tieredckpt.rank_error import RankError
+from tieredckpt.session.incarnation import CapturePoint, SaveDecision, SaveProposal
 from tieredckpt.session.save_job import ReportMetrics, SaveJob, SaveOptions
 from tieredckpt.session.save_plan import (
     CachedWrites,
@@ -302,7 +303,7 @@ class TieredWriter(SlotStager, StorageWriter):
         except (TieredCheckpointError, PeerStoreError) as error:
             if call.collectives:
                 raise
-            return SaveProposal(self._location.job, step, _NO_POINT, False, 0, 0, problem=SaveProblem.of(error))
+            return SaveProposal(self._location.job, step, _NO_POINT, False, 0, 0, problem=RankError.of(error))
 
     def _agree_without_collectives(self, call: _SaveCall, proposal: SaveProposal) -> None:
         """Agree through the store. An error is stored for :meth:`write_data`, because DCP's barrier follows."""

@@ -40,8 +40,8 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 from peerstore.errors import ArenaBusyError, PeerStoreError, UnavailableError
 from peerstore.shard_records import Lease, VersionId
 from tieredckpt.agent.agent_api import LAYOUT_BLOB_PREFIX, TABLE_BLOB_PREFIX, StepInventory, StepStatus
+from tieredckpt.dcp.load_vote import no_step_error
 from tieredckpt.dcp.rank_group import dcp_call_world_size
-from tieredckpt.dcp.tiered_reader import no_step_error
 from tieredckpt.dcp.tiered_writer import TieredWriter, dcp_storage_meta
 from tieredckpt.errors import (
     CheckpointNotFoundError,

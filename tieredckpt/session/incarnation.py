@@ -51,6 +51,7 @@ from tieredckpt.errors import (
     TierUnavailableError,
     UsageError,
 )
+from tieredckpt.rank_error import RankError
 
 _KEPT_ENTRIES = 64
 _PAGE_BYTES = 16 << 10
@@ -81,23 +82,6 @@ class CapturePoint(msgspec.Struct, frozen=True):
     """Epoch that the coordinator allocated for this world; 0 without a coordinator."""
 
 
-class SaveProblem(msgspec.Struct, frozen=True):
-    """Reason why a rank cannot save: message and kind of its error, as sent to the other ranks."""
-
-    message: str
-    kind: str = SaveFailedError.__name__
-
-    @classmethod
-    def of(cls, error: Exception) -> SaveProblem:
-        kind = next((kind for kind in _KINDS if isinstance(error, kind)), SaveFailedError)
-        return cls(str(error), kind.__name__)
-
-    def error(self, context: str = "") -> TieredCheckpointError:
-        """Return the error that the other ranks raise."""
-        kind = next((kind for kind in _KINDS if kind.__name__ == self.kind), SaveFailedError)
-        return kind(f"{context}{self.message}")
-
-
 class SaveProposal(msgspec.Struct, frozen=True):
     """Proposal of one rank for a save."""
 
@@ -112,7 +96,7 @@ class SaveProposal(msgspec.Struct, frozen=True):
     """Newest epoch that its node knows."""
     newest_complete: VersionId | None = None
     """Newest version that it knows as complete."""
-    problem: SaveProblem | None = None
+    problem: RankError | None = None
     """Reason why it cannot save, if any."""
     aborted_parts: tuple[tuple[VersionId, int], ...] = ()
     """Version and part of each shard that it never seals; empty if agents know each other."""

@@ -69,7 +69,7 @@ def save_and_report(job, secrets):
         patch.setenv("TIEREDCKPT_PEER_SECRET", secrets[dist.get_rank()])
         with Checkpointer(f"tiered://{job}") as ckpt:
             try:
-                ckpt._join()
+                ckpt._saver.join()
             except TieredCheckpointError as error:
                 return str(error)
     return ""

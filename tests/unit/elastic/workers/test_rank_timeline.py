@@ -13,7 +13,7 @@ from elastic.workers import rank_timeline as module
 from elastic.workers.rank_timeline import RankTimeline
 from peerstore.shard_records import VersionId
 from tieredckpt.checkpointer.progress_hook import SaveRestoreLog
-from tieredckpt.dcp.tiered_reader import RestoreReport
+from tieredckpt.dcp.restore_report import RestoreReport
 from tieredckpt.event_log.event_types import (
     ProcessBegan,
     ProcessEnded,

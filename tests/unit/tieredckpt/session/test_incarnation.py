@@ -19,15 +19,14 @@ from tieredckpt.errors import (
     SaveFailedError,
     SettingsError,
     StoreBusyError,
-    TierUnavailableError,
     UsageError,
 )
 from tieredckpt.format.manifest import decode_meta
+from tieredckpt.rank_error import RankError
 from tieredckpt.session.incarnation import (
     CapturePoint,
     Incarnation,
     IncarnationTracker,
-    SaveProblem,
     SaveProposal,
     decide_save,
     use_world_epoch,
@@ -124,20 +123,20 @@ def test_ranks_that_save_different_steps_are_refused():
 
 def test_failed_rank_fails_the_save_of_all_with_its_reason():
     with pytest.raises(SaveFailedError, match="rank 1 cannot save step 9 of job: no agent"):
-        decide_save([proposal(), proposal(problem=SaveProblem("no agent"))], "new", 0)
+        decide_save([proposal(), proposal(problem=RankError("no agent"))], "new", 0)
 
 
 @pytest.mark.parametrize(
     ("problem", "kind"),
     [
-        (SettingsError("agent.node"), UsageError),
+        (SettingsError("agent.node"), SettingsError),
         (DurableRefusedError("no bucket"), DurableRefusedError),
-        (StoreBusyError("later"), TierUnavailableError),
+        (StoreBusyError("later"), StoreBusyError),
         (AgentUnreachableError("no agent"), SaveFailedError),
     ],
 )
 def test_failed_rank_fails_the_save_of_all_with_the_kind_of_its_error(problem, kind):
-    refused = proposal(problem=SaveProblem.of(problem))
+    refused = proposal(problem=RankError.of(problem))
     with pytest.raises(kind, match=f"rank 1 cannot save step 9 of job: {problem}") as raised:
         decide_save([proposal(), refused], "new", 0)
     assert type(raised.value) is kind
