@@ -61,11 +61,12 @@ from peerstore.network_addresses import (
     outbound_address,
     split_address,
 )
+from tieredckpt.bounded_yaml import load_yaml
 from tieredckpt.cli.exit_codes import ExitCode, exit_code_for
 from tieredckpt.errors import UsageError
 from tieredckpt.event_log import EVENT_LOG_ENV
 from tieredckpt.location import parse_step
-from tieredckpt.settings import load_settings, load_yaml, run_directory
+from tieredckpt.settings import load_settings, run_directory
 
 log = logging.getLogger(__name__)
 

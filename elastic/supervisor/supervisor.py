@@ -57,7 +57,7 @@ from elastic.fault_injection.fault_actions import InjectionRecord, injected_here
 from elastic.fault_injection.fault_spec import FaultInjection, InjectionKind, RankLocation
 from elastic.rendezvous.store_servers import CoordinatorKeeper, StoreProcess
 from elastic.settings import SOCKET_VARIABLE, TOKEN_VARIABLE
-from elastic.supervisor import node_state
+from elastic.supervisor import node_messages, node_state
 from elastic.supervisor.node_state import EndProcess, InjectFault, NodeState, OfferMemory, PartitionNode, StartProcess
 from peerstore.daemon_process import ensure_private_directory
 from peerstore.errors import PeerStoreError, ProtocolError
@@ -312,7 +312,7 @@ class Supervisor:
         for running in list(self._running.values()):
             running.join()
         if self.state.leave_reason or self.state.exit is not None:
-            self._send(node_state.node_status(self.state, self._clock()))
+            self._send(node_messages.node_status(self.state, self._clock()))
 
     # -- effects ------------------------------------------------------------------------------------------------------
 
@@ -526,22 +526,22 @@ class Supervisor:
     def _send_desired(self) -> None:
         now = self._clock()
         for token, connection in list(self._connections.items()):
-            desired = node_state.rank_desired(self.state, token, now)
-            if node_state.comparable_rank_desired(desired) != self._sent.get(token):
-                self._sent[token] = node_state.comparable_rank_desired(desired)
+            desired = node_messages.rank_desired(self.state, token, now)
+            if node_messages.comparable_rank_desired(desired) != self._sent.get(token):
+                self._sent[token] = node_messages.comparable_rank_desired(desired)
                 connection.send(desired)
 
     def _report_status(self) -> None:
         now = self._clock()
-        report = node_state.node_status(self.state, now)
+        report = node_messages.node_status(self.state, now)
         if (
-            node_state.comparable_node_status(report) != self._reported
+            node_messages.comparable_node_status(report) != self._reported
             or now - self._reported_at >= self.settings.heartbeat_s
         ):
             self._send(report)
 
     def _send(self, report: NodeStatus) -> None:
-        self._reported, self._reported_at = node_state.comparable_node_status(report), self._clock()
+        self._reported, self._reported_at = node_messages.comparable_node_status(report), self._clock()
         self.state.number = report.number
         self._client.send_status(report)
 

@@ -20,7 +20,7 @@ from elastic.control.hang_detector import HangTimeouts
 from elastic.coordinator.desired_state import node_desired, why_refused
 from elastic.coordinator.job_snapshot import CoordinatorSettings
 from elastic.coordinator.world_reconciler import WorldReconciler
-from elastic.supervisor import node_state
+from elastic.supervisor import node_messages
 from elastic.supervisor.node_state import EndProcess, InjectFault, NodeState, PartitionNode, StartProcess
 from elastic.world.scaling_policy import ScalingPolicy
 from elastic.world.world_state import NO_STEP_HOLDERS, RequestedStep, SealedStep, StepHolders
@@ -119,14 +119,14 @@ class SimulatedNode:
             if rank.stand is RankPhase.IN_WORLD and rank.paused is None:
                 rank.step += 1
                 self.table.reached[rank.epoch] = max(rank.step, self.table.reached.get(rank.epoch, 0))
-            rank.apply_desired(node_state.rank_desired(self.seats, token, now))
+            rank.apply_desired(node_messages.rank_desired(self.seats, token, now))
         if self.seats.sealed_step is not None:
             self.table.stopped_at.add(self.seats.sealed_step)
         if self.seats.exit is not None and not self.ranks:
             self.table.node_left(self)
 
     def report(self, *, alone: bool = True) -> None:
-        report = node_state.node_status(self.seats, self.table.now)
+        report = node_messages.node_status(self.seats, self.table.now)
         self.seats.number = report.number
         assert self.table.desk.record_status(report, self.table.now) == ""
         if alone:

@@ -16,9 +16,9 @@ from typing import Annotated, Any
 import msgspec
 import yaml
 
+from tieredckpt.bounded_yaml import load_yaml
 from tieredckpt.cli.exit_codes import CommandError, ExitCode
 from tieredckpt.errors import SettingsError, TierUnavailableError
-from tieredckpt.settings import load_yaml
 
 TIERED_STORAGE_KEY = "TieredStorageConfig"
 MIN_ADVISED_PERCENT = 20

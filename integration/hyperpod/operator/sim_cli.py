@@ -32,12 +32,12 @@ from integration.hyperpod.operator.sim_loop import (
 )
 from integration.hyperpod.operator.sim_pods import ExternalAgents, LocalPods, PodProvider
 from peerstore.daemon_process import handle_signals
+from tieredckpt.bounded_yaml import load_yaml
 from tieredckpt.cli.command_output import CommandOutput, text_table
 from tieredckpt.cli.common_options import output_options
 from tieredckpt.cli.exit_codes import ExitCode
 from tieredckpt.cli.help_format import SuggestingGroup
 from tieredckpt.cli.run_program import run_program
-from tieredckpt.settings import load_yaml
 
 __all__ = ["SIM_DIRECTORY_ENV", "main"]
 

@@ -18,7 +18,7 @@ import yaml
 from elastic.batch_scaling.batch_plan import BatchPlan
 from elastic.batch_scaling.lr_rules import LRTable
 from elastic.errors import PolicyError
-from tieredckpt.settings import load_yaml
+from tieredckpt.bounded_yaml import load_yaml
 
 _ARGS = ("training_config", "training_args")
 _Number = TypeVar("_Number", int, float)

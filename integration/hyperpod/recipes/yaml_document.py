@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from elastic.errors import PolicyError
-from tieredckpt.settings import BoundedYamlLoader, load_yaml
+from tieredckpt.bounded_yaml import BoundedYamlLoader, load_yaml
 
 _REFERENCE = re.compile(r"\$\{(?:recipes\.)?([A-Za-z0-9_.]+)\}")
 _MISSING = "???"

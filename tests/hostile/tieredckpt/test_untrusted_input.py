@@ -29,6 +29,7 @@ from tieredckpt.agent.agent_http import is_public_hostname
 from tieredckpt.agent.agent_operations import agent_operations
 from tieredckpt.agent.agent_service import NodeAgentService
 from tieredckpt.agent.durable_catalog import DurableCatalog
+from tieredckpt.bounded_yaml import load_yaml
 from tieredckpt.cli import inspect
 from tieredckpt.cli.command_output import CommandOutput, text_table
 from tieredckpt.errors import CheckpointDamagedError, SettingsError, UsageError
@@ -36,7 +37,7 @@ from tieredckpt.format import object_keys
 from tieredckpt.format.shard_layout import check_nested_paths
 from tieredckpt.goodput.html_report import charts
 from tieredckpt.memory_service_options import MemoryServiceOptions
-from tieredckpt.settings import DurableSettings, load_yaml
+from tieredckpt.settings import DurableSettings
 
 # -- numbers ----------------------------------------------------------------------------------------------------------
 

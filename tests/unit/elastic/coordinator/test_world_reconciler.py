@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from elastic.control.control_messages import DrainRequest, ResizeRequest, SupervisorExited
 from elastic.coordinator.desired_state import node_desired, why_refused
-from elastic.supervisor.node_state import node_status
+from elastic.supervisor.node_messages import node_status
 from elastic.world.world_state import StepHolders
 from tests.support.control_simulation import ControlSimulation, SimulatedNode
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from elastic.supervisor.node_state import OfferMemory, rank_desired
+from elastic.supervisor.node_messages import rank_desired
+from elastic.supervisor.node_state import OfferMemory
 from peerstore.membership.topology import NodeId, PeerNode
 from tests.support.control_simulation import ControlSimulation
 

@@ -56,7 +56,7 @@ class SpareNodeAgent:
     """An agent with replicas that another node deletes after ``deleted_after`` queries."""
 
     def __init__(self, *peers, deleted_after):
-        self.store = self
+        self.store = self.versions = self
         self._left = deleted_after
         nodes = [ClusterNode(PeerNode(NodeId(name), ""), "alive", unreachable=why) for name, why in peers]
         self._cluster = ClusterStatus("job", "n2", (*nodes, ClusterNode(PeerNode(NodeId("n2"), ""), "alive")))

@@ -9,7 +9,7 @@ from elastic.control.control_messages import RankPhase, RankRequest, RankStatus
 from elastic.control.control_plane import NoticeKind
 from elastic.coordinator.desired_state import why_refused
 from elastic.fault_injection import FaultInjection, InjectionKind, InjectionPhase
-from elastic.supervisor import node_state
+from elastic.supervisor import node_messages
 from elastic.supervisor.node_state import InjectFault, PartitionNode
 from tests.support.control_simulation import ControlSimulation
 
@@ -36,7 +36,7 @@ def heard(table):
 
 
 def hears(table, node, token):
-    return node_state.rank_desired(node.seats, token, table.now)
+    return node_messages.rank_desired(node.seats, token, table.now)
 
 
 @pytest.mark.parametrize(

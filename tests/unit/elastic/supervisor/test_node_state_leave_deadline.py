@@ -6,7 +6,7 @@ import pytest
 
 from elastic.control.control_messages import RankPhase, RankStatus
 from elastic.control.control_plane import LeaveStage
-from elastic.supervisor import node_state
+from elastic.supervisor import node_messages, node_state
 from elastic.supervisor.node_state import EndProcess
 from tests.support.control_simulation import ControlSimulation
 
@@ -55,7 +55,7 @@ def test_reason_of_the_loss_names_stage_and_location(table):
     node, late = broken(table)
     _, now = overdue(node, LeaveStage.CLEANUP)
     node.seats.process_exited(late.token, "it was killed", location="trainer.py:9 in stuck")
-    (lost,) = node_state.node_status(node.seats, now).exited_ranks
+    (lost,) = node_messages.node_status(node.seats, now).exited_ranks
     assert "(stage: the callbacks of world.add_cleanup; trainer.py:9 in stuck): it was killed" in lost.reason
 
 
@@ -65,7 +65,7 @@ def test_process_that_ends_by_its_own_deadline_is_described_the_same(table):
     node.seats.handle_rank_status(late.token, status, table.now)
     assert node.seats.is_leaving(late.token)
     node.seats.process_exited(late.token, "it ended with status 1", location="trainer.py:9 in stuck")
-    (lost,) = node_state.node_status(node.seats, table.now).exited_ranks
+    (lost,) = node_messages.node_status(node.seats, table.now).exited_ranks
     assert lost.reason.endswith("s (stage: the train function; trainer.py:9 in stuck): it ended with status 1")
 
 
@@ -74,7 +74,7 @@ def test_process_that_does_not_end_counts_as_lost(table):
     _, now = overdue(node)
     assert node.seats.next_due() == now + node_state.EXIT_S
     node.seats.tick(now + node_state.EXIT_S)
-    (lost,) = node_state.node_status(node.seats, now).exited_ranks
+    (lost,) = node_messages.node_status(node.seats, now).exited_ranks
     assert "(no stage reported): it did not end by itself and was killed" in lost.reason
 
 

@@ -6,7 +6,7 @@ import msgspec
 
 from elastic.control.control_messages import WorldRecord
 from elastic.coordinator.desired_state import node_desired
-from elastic.supervisor.node_state import node_status
+from elastic.supervisor.node_messages import node_status
 from tests.support.control_simulation import ControlSimulation
 
 

@@ -10,7 +10,7 @@ from integration.hyperpod.job_resource import parse_job_resource
 from integration.hyperpod.operator import sim_pods
 from integration.hyperpod.operator.decision import DesiredPods
 from integration.hyperpod.operator.sim_pods import LocalPods
-from tieredckpt.settings import load_yaml
+from tieredckpt.bounded_yaml import load_yaml
 
 JOB = Path(__file__).parents[5] / "examples" / "hyperpod_job.yaml"
 
