@@ -11,18 +11,17 @@ import shutil
 import socket
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from importlib.metadata import entry_points
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import click
 import msgspec
-import yaml
 
 from elastic import settings
 from elastic.cli.common import ElasticScreen, pass_elastic_screen
-from elastic.control.control_messages import MAX_NODES, ExitReason
+from elastic.cli.scaling_options import scaling_options, scaling_policy
+from elastic.control.control_messages import ExitReason
 from elastic.control.leader_election import is_leader_url, open_leader_record
 from elastic.control.node_address import gloo_interface, node_address, resolves_to_loopback, wait_for_name
 from elastic.control.run_directory import LastRun, LocalRun, RunDirectory, run_secret
@@ -40,7 +39,7 @@ from elastic.launcher import (
     supervisor_environ,
 )
 from elastic.rendezvous.store_servers import ROOTLESS
-from elastic.schedulers.allocation import NodeLaunch, RunOptions, node_range, resolve_launch
+from elastic.schedulers.allocation import NodeLaunch, RunOptions, resolve_launch
 from elastic.schedulers.shared_secret import shared_secret
 from elastic.schedulers.slurm import remaining_nodes, requeue_job
 from elastic.supervisor.memory_tier import (
@@ -49,7 +48,6 @@ from elastic.supervisor.memory_tier import (
     resumable_steps,
     shut_down_left_agent,
 )
-from elastic.world.scaling_policy import PolicyFields, ScalingPolicy
 from elastic.world.world_state import RequestedStep
 from peerstore.membership.topology import validate_node_id
 from peerstore.message_codec import from_json
@@ -61,7 +59,6 @@ from peerstore.network_addresses import (
     outbound_address,
     split_address,
 )
-from tieredckpt.bounded_yaml import load_yaml
 from tieredckpt.cli.exit_codes import ExitCode, exit_code_for
 from tieredckpt.errors import UsageError
 from tieredckpt.event_log import EVENT_LOG_ENV
@@ -70,143 +67,9 @@ from tieredckpt.settings import load_settings, run_directory
 
 log = logging.getLogger(__name__)
 
-
-POLICY_READER_ENTRY_POINTS = "elastic.policy_readers"
-"""Entry points of packages that read policies in other formats, named by a top-level key of the file."""
-PolicyReader = Callable[[Mapping[str, Any]], PolicyFields]
-
-
-def load_scaling_policy(nnodes: str, file: Path | None, **options: Any) -> ScalingPolicy:
-    """Return the policy of the file. Options that are not ``None`` replace its fields."""
-    policy = _build_policy(nnodes, file, **options)
-    if policy.max_replicas > MAX_NODES:
-        raise PolicyError(f"{policy.max_replicas} nodes at the most: a job has {MAX_NODES} or fewer; write less")
-    return policy
-
-
-def _build_policy(nnodes: str, file: Path | None, **options: Any) -> ScalingPolicy:
-    least, most = node_range(nnodes)
-    ends = {"min_replicas": least, "max_replicas": most}
-    chosen = {name: value for name, value in options.items() if value is not None}
-    tree = _read(file) if file is not None else {}
-    reader = _policy_reader(tree)
-    if reader is not None:
-        read = reader(tree)
-        return ScalingPolicy.from_fields(read._replace(fields=ends | read.fields), **chosen)
-    try:
-        return msgspec.convert(ends | tree | chosen, ScalingPolicy)
-    except msgspec.ValidationError as error:
-        raise PolicyError(f"{file or 'the policy'}: {error}") from error
-
-
-def _policy_reader(tree: dict[str, Any]) -> PolicyReader | None:
-    """Return the installed reader for one of the file's keys; ``None`` for a file in our own format."""
-    for entry in sorted(entry_points(group=POLICY_READER_ENTRY_POINTS), key=lambda one: one.name):
-        if entry.name in tree:
-            try:
-                reader: PolicyReader = entry.load()
-            except (ImportError, AttributeError) as error:
-                raise PolicyError(f"{entry.value}, which reads {entry.name}, cannot be loaded: {error}") from error
-            return reader
-    return None
-
-
-def _read(file: Path) -> dict[str, Any]:
-    try:
-        tree = load_yaml(file.read_text(encoding="utf-8"))
-    except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
-        raise PolicyError(f"the policy cannot be read from {file}: {error}") from error
-    if not isinstance(tree, dict):
-        raise PolicyError(f"{file} is not a policy: write names and values, for example min_replicas: 2")
-    return tree
-
-
 _GRACE_S = 30.0
 _RESOLVE_S = 120.0
 _LOCAL = "127.0.0.1:0"
-
-
-def _elasticity_options(command: Any) -> Any:
-    """Add the options for the size and the timeouts of a job."""
-    for option in reversed(
-        (
-            click.option("--nnodes", metavar="MIN[:MAX]", help="Number of nodes. [default: the scheduler's, or 1]"),
-            click.option(
-                "--nproc",
-                type=click.IntRange(1, 1024),
-                help="Ranks per node. [default: the GPUs that the scheduler allocated, or 1]",
-            ),
-            click.option(
-                "--policy",
-                type=click.Path(path_type=Path, dir_okay=False),
-                help="YAML file with fields of the scaling policy, or in the format of an installed package.",
-            ),
-            click.option(
-                "--grow-after",
-                type=float,
-                metavar="S",
-                help="Wait this long for more new nodes before adding them. [default: 60]",
-            ),
-            click.option(
-                "--shrink-after",
-                type=float,
-                metavar="S",
-                help="Wait this long for a replacement before the job shrinks. [default: 30]",
-            ),
-            click.option(
-                "--pause-timeout",
-                type=float,
-                metavar="S",
-                help="Seconds that ranks get to reach a common step and save it. [default: 600]",
-            ),
-            click.option(
-                "--abort-timeout",
-                type=float,
-                envvar=settings.ABORT,
-                metavar="S",
-                help="Seconds that a process gets to leave the world after a fault; then it logs its stacks and is "
-                "replaced. After a hang at most 4. [default: 10] [$ELASTIC_ABORT_TIMEOUT]",
-            ),
-            click.option("--max-restarts", type=int, metavar="N", help="Stop the job after N restarts."),
-            click.option(
-                "--hang-timeout",
-                default="auto",
-                envvar=settings.HANG,
-                metavar="S|auto|off",
-                help="Treat the job as hung if no rank finishes a step for this long; auto: 10 times the longest step, "
-                "at least 600 s. [$ELASTIC_HANG_TIMEOUT]",
-            ),
-            click.option(
-                "--first-step-timeout",
-                default="auto",
-                envvar=settings.FIRST_STEP,
-                metavar="S|auto|off",
-                help="Hang timeout for the first step after a (re)start; auto: 10 times the longest seen, initially "
-                "3600 s. [$ELASTIC_FIRST_STEP_TIMEOUT]",
-            ),
-            click.option(
-                "--store",
-                default="",
-                metavar="single|rootless|HOST:PORT",
-                help="Rendezvous store of the ranks: on one node, on every node, or an existing one. "
-                "[default: single, or rootless with $ELASTIC_ROOTLESS=1]",
-            ),
-        )
-    ):
-        command = option(command)
-    return command
-
-
-def _policy(options: dict[str, Any]) -> Any:
-    return load_scaling_policy(
-        options["nnodes"] or "1",
-        options["policy"],
-        scaling_timeout_s=options["grow_after"],
-        faulty_scale_down_timeout_s=options["shrink_after"],
-        graceful_shutdown_timeout_s=options["pause_timeout"],
-        abort_timeout_s=options["abort_timeout"],
-        job_max_retry_count=options["max_restarts"],
-    )
 
 
 @click.command(
@@ -214,7 +77,7 @@ def _policy(options: dict[str, Any]) -> Any:
     short_help="Run SCRIPT as the ranks of an elastic job.",
     context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
 )
-@_elasticity_options
+@scaling_options
 @click.option(
     "--resume-from",
     metavar="STEP[@EPOCH]",
@@ -305,7 +168,7 @@ def run_command(screen: ElasticScreen, /, script: str, args: tuple[str, ...], **
     leads = scheduled.leads
     place = RunDirectory(run_directory(), options["job"] or "-".join(filter(None, (_job_name(script), scheduled.run))))
     command = _command(script, args, options)
-    scheduled.refuse_more(_policy(options).min_replicas)
+    scheduled.refuse_more(scaling_policy(options).min_replicas)
     secret = settings.load_secret(options["secret"])
     if scheduled.several and secret is None and not scheduled.agreement:
         raise PolicyError("several machines need a secret they all know: --secret file:/path, or $ELASTIC_SECRET")
@@ -395,7 +258,7 @@ def join_command(screen: ElasticScreen, /, job: str | None, node: str, **options
 
 
 @click.command("coordinator", short_help="Run only the coordinator of a job.")
-@_elasticity_options
+@scaling_options
 @click.option(
     "--listen", required=True, metavar="HOST:PORT", help="Address to listen on; without a host, on every address."
 )
@@ -431,7 +294,7 @@ def coordinator_command(
         job=place.job,
         secret_file="",
         listen=listen,
-        policy=_policy(options),
+        policy=scaling_policy(options),
         nproc=options["nproc"] or 1,
         fresh=False,
         epoch_file="" if options["leadership"] else str(place.epoch_file),
@@ -591,7 +454,7 @@ def _coordinator_spec(
         job=record.job,
         secret_file=record.secret_file,
         listen=listen,
-        policy=_policy(options),
+        policy=scaling_policy(options),
         nproc=record.nproc,
         fresh=True,
         store=_store(options["store"]),
@@ -653,7 +516,7 @@ def _standby_coordinator(record: LocalRun, options: dict[str, Any], host: str) -
         job=record.job,
         secret_file=record.secret_file,
         listen=join_address(host, port),
-        policy=_policy(options),
+        policy=scaling_policy(options),
         nproc=record.nproc,
         fresh=False,
         store=_store(options["store"]),

@@ -112,7 +112,7 @@ class SupervisorClient:
         with self._changed:
             self._is_outside = True
             if self._progress is not None:  # the world's steps are over, its sealed step remains
-                self._progress = RankProgress(-1, self._progress.sealed, job=self._progress.job)
+                self._progress = msgspec.structs.replace(self._progress, step=-1, idle=False)
             self._send_status(phase=RankPhase.READY)
             deadline = self._deadline(timeout_s)
             while True:
@@ -121,6 +121,8 @@ class SupervisorClient:
                 assignment = self._new_assignment
                 assert assignment is not None  # noqa: S101 - what was waited for
                 self._epoch = assignment.epoch
+                if self._progress is not None:
+                    self._progress = msgspec.structs.replace(self._progress, has_sealed=False, base_step=None)
                 if not self._is_broken:
                     self._is_outside = False
                     self._send_status(phase=RankPhase.IN_WORLD, epoch=assignment.epoch, **_NEW_WORLD)

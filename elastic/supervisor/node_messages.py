@@ -141,7 +141,7 @@ def node_status(state: NodeState, now: float) -> NodeStatus:
             if status is not None
             and (fault := _reported_fault(status, broken=state.broken_reason is not None)) is not None
         ),
-        rank_progress=tuple(process.status.progress if process.status is not None else None for process in ordered),
+        rank_progress=tuple(_progress_in(epoch, process.status) for process in ordered),
         silent_s=tuple(process.silent_s(now) for process in assigned),
         requests=tuple(request for _, request in state.requests),
         drain_within_s=None if state.drain_deadline is None else max(0.0, state.drain_deadline - now),
@@ -154,6 +154,14 @@ def node_status(state: NodeState, now: float) -> NodeStatus:
         leader=state.leader[1],
         peer=state.peer,
     )
+
+
+def _progress_in(epoch: int, status: RankStatus | None) -> RankProgress | None:
+    """Return a rank's progress, without what it has sealed in another world than ``epoch``."""
+    progress = None if status is None else status.progress
+    if status is None or progress is None or status.epoch == epoch:
+        return progress
+    return replace(progress, has_sealed=False, base_step=None)
 
 
 def _greatest_step(steps: Iterable[int | None]) -> int | None:

@@ -8,7 +8,7 @@ import pytest
 
 from elastic.cli import main
 from elastic.cli import run as run_cli
-from elastic.cli.run import load_scaling_policy
+from elastic.cli.scaling_options import load_scaling_policy
 from tieredckpt.cli.exit_codes import ExitCode
 
 

@@ -7,6 +7,7 @@ import socket
 import threading
 
 import pytest
+from msgspec.structs import replace
 
 from elastic.control.control_messages import (
     ExitReason,
@@ -16,7 +17,7 @@ from elastic.control.control_messages import (
     RankStatus,
     SupervisorEndpoint,
 )
-from elastic.control.control_plane import ControlNotice, Dismissed, NoticeKind, RankAssignment
+from elastic.control.control_plane import ControlNotice, Dismissed, NoticeKind, RankAssignment, RankProgress
 from elastic.control.supervisor_client import SupervisorClient
 from elastic.errors import ControlDeadlineError, JobFailedError, StaleEpochError
 from tests.support.control_planes import PATIENCE_S, start_all
@@ -96,3 +97,39 @@ def test_stopped_supervisor_blocks_no_rank(tmp_path):
             while says.phase is not RankPhase.READY:
                 says = receive_message(line, RankStatus)
         plane.close()
+
+
+def test_step_sealed_in_a_broken_world_is_reported_until_the_next_world(tmp_path):
+    """The rank was in a collective when the seal ended, so no step boundary has reported it."""
+    statuses = []
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as door:
+        door.bind(str(tmp_path / "door"))
+        door.listen()
+
+        def answer():
+            line, _ = door.accept()
+            with line:
+                assert receive_message(line, RankHello).token == "token"
+                while (says := receive_message(line, RankStatus)) is not None:
+                    statuses.append(says)
+                    left = says.phase is RankPhase.READY and says.epoch == 0
+                    place = replace(PLACE, epoch=1) if left or says.epoch == 1 else PLACE
+                    send_message(line, RankDesired(says.number, place))
+
+        (server,) = start_all(answer)
+        plane = SupervisorClient(SupervisorEndpoint(tmp_path / "door", "token"))
+        try:
+            assert plane.wait_for_assignment(timeout_s=PATIENCE_S).epoch == 0
+            plane.report_progress(RankProgress(43, 42, has_sealed=True, job="job", base_step=40))
+            assert plane.wait_for_assignment(timeout_s=PATIENCE_S).epoch == 1
+            plane.report_progress(RankProgress(43, 42, job="job"))
+        finally:
+            plane.close()
+        server.result(PATIENCE_S)
+    left = [one for one in statuses if one.phase is RankPhase.READY and one.epoch == 0]
+    entered = [one for one in statuses if one.epoch == 1]
+    assert {one.progress for one in left} == {RankProgress(-1, 42, has_sealed=True, job="job", base_step=40)}
+    assert entered
+    assert {(one.progress.sealed, one.progress.has_sealed, one.progress.base_step) for one in entered} == {
+        (42, False, None)
+    }

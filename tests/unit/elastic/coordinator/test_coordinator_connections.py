@@ -8,7 +8,7 @@ import socket
 import msgspec
 import pytest
 
-from elastic.cli.run import load_scaling_policy
+from elastic.cli.scaling_options import load_scaling_policy
 from elastic.control.control_messages import MAX_NODES, CoordinatorCodec, NodeCodec, NodeDesired, NodeStatus, WorldSpec
 from elastic.coordinator.coordinator import STALL_TIMEOUT_S, NodeConnection, NodeConnections
 from elastic.errors import PolicyError

@@ -13,7 +13,7 @@ import yaml
 from click.testing import CliRunner
 
 from elastic.cli.common import ElasticScreen
-from elastic.cli.run import load_scaling_policy
+from elastic.cli.scaling_options import load_scaling_policy
 from elastic.errors import PolicyError
 from elastic.world.scaling_policy import ScalingPolicy
 from integration.hyperpod.elastic_policy import policy_from_keys
