@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import shlex
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
@@ -41,15 +41,17 @@ def find_agent_directory(settings: Settings, job: str | None) -> Path:
     """Return the directory of an agent of this machine that has ``job``, or any job for ``None``.
 
     The settings' agent comes first. Its directory is also returned if no agent has the job, or if it does not answer
-    and has recorded the job. Another agent that does not answer is returned only if no other one has ``job``, an exited
-    one only after these.
+    and has recorded the job. An agent with steps of ``job`` precedes one with only a process of it. Another agent that
+    does not answer is returned only if no other one has ``job``, an exited one only after these.
     """
     own = settings.agent_place.directory
     mine = _query_agent(own, still_s=_STILL_S)
-    if _has_job(mine, job) or (mine.silence and job is None):
+    if _has_steps(mine, job) or (mine.silence and job is None):
         return own
-    having = [found for found in _query_agents(_other_directories(own)) if _has_job(found, job)]
-    directories = [found.directory for found in sorted(having, key=lambda one: bool(one.silence))]
+    having = [found for found in (mine, *_query_agents(_other_directories(own))) if _has_job(found, job)]
+    directories = [
+        found.directory for found in sorted(having, key=lambda one: (bool(one.silence), not _has_steps(one, job)))
+    ]
     if not directories and job is not None and job not in _recorded_jobs(own):
         directories = exited_agents_of_simulated_nodes(job)
     return next(iter(directories), own)
@@ -242,17 +244,19 @@ def _other_directories(own: Path) -> list[Path]:
     return sorted(agent_directories() - {own})
 
 
-def _jobs_of(place: AgentPaths) -> list[str]:
-    """Return the jobs that an agent has steps or processes of."""
+def _jobs_of(place: AgentPaths) -> dict[str, bool]:
+    """Return the jobs that an agent has steps or processes of, and whether it has steps."""
     with contextlib.closing(Client(lambda: connect_to_agent(place.socket), retry_s=0.0)) as client:
         jobs = client.status().jobs
-    return [one.job for one in jobs if (one.versions or one.clients) and one.job != MEMORY_SERVICE_JOB]
+    return {
+        one.job: one.versions > 0 for one in jobs if (one.versions or one.clients) and one.job != MEMORY_SERVICE_JOB
+    }
 
 
 class _AgentJobs(NamedTuple):
     directory: Path
-    jobs: Collection[str]
-    """Jobs that the agent has, from the metadata in its directory if it does not answer."""
+    jobs: Mapping[str, bool]
+    """The agent's jobs, and whether it has steps of them. From its directory if it does not answer."""
     silence: str
     """Why the agent does not answer, or an empty string."""
 
@@ -260,6 +264,11 @@ class _AgentJobs(NamedTuple):
 def _has_job(agent: _AgentJobs, job: str | None) -> bool:
     """Return whether the agent has ``job``; ``None`` means any job of an agent that answers."""
     return job in agent.jobs if job is not None else bool(agent.jobs) and not agent.silence
+
+
+def _has_steps(agent: _AgentJobs, job: str | None) -> bool:
+    """Return whether the agent has steps of ``job``; ``None`` means any job of an agent that answers."""
+    return _has_job(agent, job) and (job is None or agent.jobs[job])
 
 
 def _query_agents(places: Sequence[Path]) -> list[_AgentJobs]:
@@ -279,11 +288,11 @@ def _query_agent(directory: Path, *, still_s: float = MAX_IDLE_S) -> _AgentJobs:
             return _AgentJobs(directory, _jobs_of(place), "")
     except AgentUnreachableError as error:
         if directory not in agent_directories():  # it has stopped meanwhile
-            return _AgentJobs(directory, (), "")
+            return _AgentJobs(directory, {}, "")
         silence = str(error)
     except (PeerStoreError, OSError) as error:  # an agent of another user or another release
         silence = f"the agent in {directory} does not answer: {error}"
-    return _AgentJobs(directory, _recorded_jobs(directory), silence)
+    return _AgentJobs(directory, dict.fromkeys(_recorded_jobs(directory), True), silence)
 
 
 def _recorded_jobs(directory: Path) -> Collection[str]:

@@ -1,7 +1,15 @@
 """Commands find the agents of jobs on this machine, including those of simulated nodes."""
 
+import contextlib
+import secrets
+from pathlib import Path
+from typing import NamedTuple
+
 import pytest
 
+from peerstore.client.store_client import Client
+from peerstore.settings import AgentPaths
+from peerstore.transport.unix import connect_to_agent
 from tests.support.agents import agent_directory, stop_agent
 from tests.support.jobs import CheckpointJob
 from tests.support.local_nodes import wait_until
@@ -10,22 +18,34 @@ from tieredckpt.settings import DurableSettings, Settings
 
 pytestmark = [pytest.mark.filterwarnings("ignore:torch.distributed is disabled"), pytest.mark.e2e]
 
-ONE, OTHER, EXITED = "found-one", "found-other", "found-exited"
-"""Names that no other test's agents have, because the command finds all agents on this machine."""
+
+def new_job_name(name: str) -> str:
+    """Return a name that no other test's agents have, because a command finds all agents on this machine."""
+    return f"found-{name}-{secrets.token_hex(4)}"
+
+
+class SimulatedJob(NamedTuple):
+    name: str
+    directory: Path
+
+    @property
+    def agent(self) -> Path:
+        return self.directory / "n1" / "agent"
 
 
 @pytest.fixture
 def two_simulated_jobs(monkeypatch):
     """Two jobs with an agent each, and no agent in the default directory."""
     with agent_directory() as one, agent_directory() as other:
-        for directory, name, steps in ((one, ONE, (1, 2)), (other, OTHER, (7,))):
+        jobs = SimulatedJob(new_job_name("one"), one), SimulatedJob(new_job_name("other"), other)
+        for (name, directory), steps in zip(jobs, ((1, 2), (7,)), strict=True):
             monkeypatch.setenv("TIEREDCKPT_AGENT_DIRECTORY", str(directory / "n1" / "agent"))
             monkeypatch.setenv("TIEREDCKPT_AGENT_BUDGET", "256MiB")
             job = CheckpointJob(directory / "n1" / "agent", DurableSettings(), name)
             job.save(*steps, durable=False)
             close_sessions()
         monkeypatch.delenv("TIEREDCKPT_AGENT_DIRECTORY")
-        yield one, other
+        yield jobs
         for directory in (one, other):
             CheckpointJob(directory / "n1" / "agent", DurableSettings()).kill_agent()
 
@@ -36,13 +56,14 @@ def test_agent_of_a_job_is_found_in_any_run_directory(cli, two_simulated_jobs):
         assert said.code == (3 if "--each" in arguments else 0), said.out  # 3: a single node has no copies elsewhere
         return said.json
 
-    assert [one["step"] for one in run("ls", ONE)["steps"]] == [1, 2]
-    assert [one["step"] for one in run("ls", OTHER)["steps"]] == [7]
-    assert run("status", OTHER)["jobs"]
-    assert run("status", ONE, "--cluster")["job"] == ONE
-    assert run("top", ONE, "--once")
-    assert run("whatif", ONE, "--each")["job"] == ONE
-    assert run("pin", OTHER, 7)["marked"] == ["memory"]
+    one, other = two_simulated_jobs
+    assert [view["step"] for view in run("ls", one.name)["steps"]] == [1, 2]
+    assert [view["step"] for view in run("ls", other.name)["steps"]] == [7]
+    assert run("status", other.name)["jobs"]
+    assert run("status", one.name, "--cluster")["job"] == one.name
+    assert run("top", one.name, "--once")
+    assert run("whatif", one.name, "--each")["job"] == one.name
+    assert run("pin", other.name, 7)["marked"] == ["memory"]
     assert cli("ls", "job-of-no-agent").code in (3, 5)
     # Without a job, the command shows all agents. Agents of other tests may end between its two requests.
     wait_until(lambda: cli("ls", "--json").json.get("jobs"))
@@ -55,22 +76,40 @@ def test_status_names_the_other_directory_that_it_shows(cli, two_simulated_jobs)
 
 
 def test_named_agent_is_the_only_one_queried(cli, two_simulated_jobs):
+    one, other = two_simulated_jobs
+    assert cli("ls", other.name, "--agent-dir", one.agent).code == 3
+
+
+def test_agent_with_steps_precedes_an_agent_with_only_a_process_of_the_job(cli, two_simulated_jobs):
+    one, other = two_simulated_jobs
+    with (
+        contextlib.closing(Client(lambda: connect_to_agent(AgentPaths(one.agent).socket), job=other.name)),
+        contextlib.closing(Client(lambda: connect_to_agent(AgentPaths(other.agent).socket), job=one.name)),
+    ):
+        for job, steps in ((one, [1, 2]), (other, [7])):
+            assert [view["step"] for view in cli("ls", job.name, "--json").json["steps"]] == steps
+
+
+def test_agent_with_only_a_process_of_the_job_is_found(cli, two_simulated_jobs):
     one, _ = two_simulated_jobs
-    assert cli("ls", OTHER, "--agent-dir", one / "n1" / "agent").code == 3
+    name = new_job_name("new")
+    with contextlib.closing(Client(lambda: connect_to_agent(AgentPaths(one.agent).socket), job=name)):
+        assert [job["job"] for job in cli("status", name, "--json").json["jobs"]] == [name]
 
 
 def test_commands_name_the_exited_agent_that_left_steps(cli, monkeypatch):
+    exited = new_job_name("exited")
     with agent_directory() as runs:
         place = runs / "local" / "n0" / "agent"
         monkeypatch.setenv("ELASTIC_RUN_DIRECTORY", str(runs))
         monkeypatch.setenv("TIEREDCKPT_AGENT_DIRECTORY", str(place))
-        CheckpointJob(place, DurableSettings(), EXITED).save(5, durable=False)
+        CheckpointJob(place, DurableSettings(), exited).save(5, durable=False)
         close_sessions()
         stop_agent(place)
         monkeypatch.delenv("TIEREDCKPT_AGENT_DIRECTORY")
-        for command in (("ls", EXITED), ("status", EXITED), ("inspect", f"{EXITED}/step-5"), ("pin", EXITED, 5)):
+        for command in (("ls", exited), ("status", exited), ("inspect", f"{exited}/step-5"), ("pin", exited, 5)):
             shown = cli(*command)
             assert shown.code == 5, shown
             message = " ".join(f"{shown.out} {shown.err}".split())
-            assert f"the agent in {place} has exited and left steps of {EXITED!r} in memory" in message
+            assert f"the agent in {place} has exited and left steps of {exited!r} in memory" in message
             assert f"`tieredckpt agent --dir {place} --detach`" in message
