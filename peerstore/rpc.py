@@ -35,6 +35,8 @@ log = logging.getLogger(__name__)
 RESPONSE_S = 60.0
 """Default time in seconds until a response begins."""
 T = TypeVar("T")
+RequestT = TypeVar("RequestT")
+ResultT = TypeVar("ResultT")
 C = TypeVar("C", bound=MessageChannel)
 
 
@@ -86,6 +88,20 @@ class Operation:
     """Whether the handler also gets the size of a payload, in bytes, to receive from the channel."""
     is_one_way: bool = False
     """Whether there is no response, so that an error ends the connection."""
+
+
+@dataclass(frozen=True)
+class Method(Generic[RequestT, ResultT]):
+    """Name and types of an operation, for its client and its server."""
+
+    name: str
+    request: type[RequestT]
+    result: Any
+    """Type of the result, for the decoder."""
+
+    def serve(self, answer: Callable[[RequestT, Any], ResultT]) -> tuple[str, Operation]:
+        """Return the entry of a server's table; ``answer`` also gets the context of the connection."""
+        return self.name, Operation(self.request, self.result, answer)
 
 
 class Dispatcher:

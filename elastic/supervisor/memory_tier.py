@@ -25,7 +25,8 @@ from peerstore.settings import AgentPaths
 from peerstore.shard_records import JobStatus, ShardInfo, VersionId
 from peerstore.store.slot_metadata import jobs_in_directory
 from peerstore.transport.unix import connect_to_agent
-from tieredckpt.agent.agent_api import DURABLE_SETTINGS_BLOB, AcceptStandbyRequest, IsolateRequest, StepInventory
+from tieredckpt.agent import agent_methods as methods
+from tieredckpt.agent.agent_api import DURABLE_SETTINGS_BLOB, StepInventory
 from tieredckpt.agent.agent_client import NodeAgentClient, agent_command, agent_watchdogs
 from tieredckpt.agent.local_agents import newest_version
 from tieredckpt.agent.peer_config import DISCOVERY_WORLD, is_unreplicated, peer_secret
@@ -166,11 +167,11 @@ class MemoryTierProcess:
             peer = load_settings(self._environ).peer
             if peer.discovery != DISCOVERY_WORLD or is_unreplicated(peer) or not peer.secret:
                 return
-            request = AcceptStandbyRequest(peer_secret(peer))
+            request = methods.AcceptStandbyRequest(peer_secret(peer))
             with contextlib.closing(
                 Client(partial(connect_to_agent, paths.socket, named=paths.explicit), retry_s=0.0)
             ) as client:
-                node = client.call("accept_standby", request, PeerNode | None)
+                node = client.run(methods.ACCEPT_STANDBY, request)
         except (TieredCheckpointError, PeerStoreError, OSError) as error:
             log.warning("the node agent does not accept replicas of the job: %s", error)
             return
@@ -186,7 +187,7 @@ class MemoryTierProcess:
             with contextlib.closing(
                 Client(partial(connect_to_agent, paths.socket, named=paths.explicit), retry_s=0.0)
             ) as client:
-                client.call("isolate", IsolateRequest(seconds), type(None))
+                client.run(methods.ISOLATE, methods.IsolateRequest(seconds))
         except PeerStoreError as error:
             log.warning("the node agent was not cut off: %s", error)
 

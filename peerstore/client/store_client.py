@@ -20,7 +20,7 @@ from peerstore.errors import (
     UnavailableError,
 )
 from peerstore.message_codec import decode_message
-from peerstore.rpc import Connection, ConnectionPool, Response, decode_result, remaining_until
+from peerstore.rpc import Connection, ConnectionPool, Method, Response, decode_result, remaining_until
 from peerstore.shard_records import (
     Lease,
     Pin,
@@ -44,6 +44,8 @@ _GRACE_S = 1.0
 _SLOWEST_BYTES_PER_S = 100e6
 _ADOPTION_S = 660.0
 T = TypeVar("T")
+RequestT = TypeVar("RequestT")
+ResultT = TypeVar("ResultT")
 
 AgentConnector = Callable[[], socket.socket]
 
@@ -230,6 +232,18 @@ class Client:
         if fd is not None:  # unexpected for this operation
             os.close(fd)
         return found
+
+    def run(
+        self,
+        method: Method[RequestT, ResultT],
+        request: RequestT,
+        *,
+        timeout_s: float = _CALL_S,
+        within_s: float | None = None,
+    ) -> ResultT:
+        """Run an operation of the agent, as :meth:`call` does."""
+        result: ResultT = self.call(method.name, request, method.result, timeout_s=timeout_s, within_s=within_s)
+        return result
 
     def _call(
         self,

@@ -26,44 +26,47 @@ from peerstore.membership.topology import PeerNode
 from peerstore.settings import AgentPaths, JobPeersConfig
 from peerstore.shard_records import ShardKey, VersionId
 from peerstore.transport.unix import connect_to_agent
+from tieredckpt.agent import agent_methods as methods
 from tieredckpt.agent.agent_api import (
-    MAX_AGENT_WAIT_S,
-    AddMetricsRequest,
-    AgentJobRequest,
     BlobPage,
     ClusterStatus,
-    ConfigureRequest,
     DrainStatus,
-    DropStepsRequest,
     DurableCheck,
-    EmptyRequest,
-    JoinPeersRequest,
     KnownPeers,
     LayoutsPage,
-    ListStepsRequest,
-    LoadEndedRequest,
-    LoadStartedRequest,
     PieceLocations,
     ProtectionStatus,
-    QuarantineRequest,
     ReaderCredentials,
     ShardLocations,
     ShardReplication,
-    ShardReplicationRequest,
     StateNames,
     StepDescription,
     StepInventory,
+    StepSummary,
+    TensorSliceNeed,
+    describe_step,
+)
+from tieredckpt.agent.agent_methods import (
+    MAX_AGENT_WAIT_S,
+    AddMetricsRequest,
+    AgentJobRequest,
+    ConfigureRequest,
+    DropStepsRequest,
+    EmptyRequest,
+    JoinPeersRequest,
+    ListStepsRequest,
+    LoadEndedRequest,
+    LoadStartedRequest,
+    QuarantineRequest,
+    ShardReplicationRequest,
     StepLayoutsRequest,
     StepNamesRequest,
     StepPartsRequest,
     StepPiecesRequest,
     StepRestoredRequest,
-    StepSummary,
     StepSummaryRequest,
-    TensorSliceNeed,
     UnquarantineRequest,
     WaitDurableRequest,
-    describe_step,
 )
 from tieredckpt.errors import errors_by_name
 from tieredckpt.format.manifest import unpack_blob
@@ -95,17 +98,17 @@ class ClientStepReader:
         return describe_step(self, job, group)
 
     def summary(self, job: str, group: VersionId) -> StepSummary:
-        return self._store.call("step_summary", StepSummaryRequest(job, group), StepSummary, timeout_s=_ADOPTION_S)
+        return self._store.run(methods.STEP_SUMMARY, StepSummaryRequest(job, group), timeout_s=_ADOPTION_S)
 
     def layouts(self, job: str, group: VersionId, layouts: Sequence[str], tables: Sequence[str]) -> LayoutsPage:
         request = StepLayoutsRequest(job, group, tuple(layouts), tuple(tables))
-        return self._store.call("step_layouts", request, LayoutsPage, timeout_s=_ADOPTION_S)
+        return self._store.run(methods.STEP_LAYOUTS, request, timeout_s=_ADOPTION_S)
 
     def names(self, job: str, group: VersionId) -> StateNames:
         packed, digest = bytearray(), ""
         while True:
             request = StepNamesRequest(job, group, digest, len(packed))
-            page: BlobPage = self._store.call("step_names", request, BlobPage, timeout_s=_ADOPTION_S)
+            page: BlobPage = self._store.run(methods.STEP_NAMES, request, timeout_s=_ADOPTION_S)
             if page.digest != digest:
                 digest = page.digest
                 packed.clear()
@@ -118,11 +121,11 @@ class ClientStepReader:
         self, job: str, group: VersionId, rank: int, needs: Sequence[TensorSliceNeed], objects: Sequence[str]
     ) -> PieceLocations:
         request = StepPiecesRequest(job, group, rank, tuple(needs), tuple(objects))
-        return self._store.call("step_pieces", request, PieceLocations, timeout_s=_ADOPTION_S)
+        return self._store.run(methods.STEP_PIECES, request, timeout_s=_ADOPTION_S)
 
     def parts(self, job: str, group: VersionId, parts: Sequence[int], *, item_sizes: bool = False) -> ShardLocations:
         request = StepPartsRequest(job, group, tuple(parts), item_sizes)
-        return self._store.call("step_parts", request, ShardLocations, timeout_s=_ADOPTION_S)
+        return self._store.run(methods.STEP_PARTS, request, timeout_s=_ADOPTION_S)
 
 
 class NodeAgentClient:
@@ -162,41 +165,41 @@ class NodeAgentClient:
             agent_watchdogs.release(self.place)
 
     def configure(self, job: str, durable: DurableSettings, *, check: DurableCheck = "none") -> None:
-        self.store.call("configure", ConfigureRequest(job, durable, check), type(None))
+        self.store.run(methods.CONFIGURE, ConfigureRequest(job, durable, check))
 
     def check_durable(self, job: str) -> None:
-        self.store.call("check_durable", AgentJobRequest(job), type(None), timeout_s=_ADOPTION_S)
+        self.store.run(methods.CHECK_DURABLE, AgentJobRequest(job), timeout_s=_ADOPTION_S)
 
     def list_steps(self, job: str, *, fresh: bool = False, patience_s: float = 0.0) -> StepInventory:
         request = ListStepsRequest(job, fresh, patience_s)
-        return self.store.call("list_steps", request, StepInventory, timeout_s=patience_s + _ADOPTION_S)
+        return self.store.run(methods.LIST_STEPS, request, timeout_s=patience_s + _ADOPTION_S)
 
     def quarantine(self, job: str, group: VersionId, reason: str) -> None:
-        self.store.call("quarantine", QuarantineRequest(job, group, reason), type(None))
+        self.store.run(methods.QUARANTINE, QuarantineRequest(job, group, reason))
 
     def unquarantine(self, job: str, group: VersionId) -> None:
-        self.store.call("unquarantine", UnquarantineRequest(job, group), type(None))
+        self.store.run(methods.UNQUARANTINE, UnquarantineRequest(job, group))
 
     def drop_steps(
         self, job: str, groups: Sequence[VersionId], *, durable: bool = True, superseded: bool = False
     ) -> None:
         request = DropStepsRequest(job, tuple(groups), durable, superseded)
-        self.store.call("drop_steps", request, type(None), timeout_s=_DROP_S)
+        self.store.run(methods.DROP_STEPS, request, timeout_s=_DROP_S)
 
     def report_load_started(self, job: str, group: VersionId, rank: int) -> None:
-        self.store.call("load_started", LoadStartedRequest(job, group, rank), type(None))
+        self.store.run(methods.LOAD_STARTED, LoadStartedRequest(job, group, rank))
 
     def report_restored(self, job: str, group: VersionId, *, goes_on: bool) -> None:
-        self.store.call("step_restored", StepRestoredRequest(job, group, goes_on=goes_on), type(None))
+        self.store.run(methods.STEP_RESTORED, StepRestoredRequest(job, group, goes_on=goes_on))
 
     def report_load_ended(self, job: str, *, stepped: bool) -> None:
         if stepped:
-            self.store.call("load_ended", LoadEndedRequest(job, stepped), type(None), timeout_s=_HINT_S)
+            self.store.run(methods.LOAD_ENDED, LoadEndedRequest(job, stepped), timeout_s=_HINT_S)
         else:  # a process that exits must not start an agent for this report
-            self.store.notify("load_ended", LoadEndedRequest(job, stepped), timeout_s=_HINT_S)
+            self.store.notify(methods.LOAD_ENDED.name, LoadEndedRequest(job, stepped), timeout_s=_HINT_S)
 
     def drain_status(self, job: str) -> tuple[DrainStatus, ...]:
-        return self.store.call("drain_status", AgentJobRequest(job), tuple[DrainStatus, ...], timeout_s=_ADOPTION_S)
+        return self.store.run(methods.DRAIN_STATUS, AgentJobRequest(job), timeout_s=_ADOPTION_S)
 
     def wait_durable(
         self, job: str, group: VersionId | None, timeout_s: float, *, before: int | None = None
@@ -205,26 +208,24 @@ class NodeAgentClient:
         while True:
             remaining_s = max(0.0, deadline - time.monotonic())
             request = WaitDurableRequest(job, group, min(remaining_s, MAX_AGENT_WAIT_S), before)
-            status = self.store.call(
-                "wait_durable", request, DrainStatus | None, within_s=max(_SLACK_S, request.timeout_s)
-            )
+            status = self.store.run(methods.WAIT_DURABLE, request, within_s=max(_SLACK_S, request.timeout_s))
             if status is None or status.state not in ("waiting", "running") or remaining_s <= MAX_AGENT_WAIT_S:
                 return status
 
     def join_peers(self, job: str, plan: JobPeersConfig) -> None:
-        self.store.call("join", JoinPeersRequest(job, plan), type(None))
+        self.store.run(methods.JOIN, JoinPeersRequest(job, plan))
 
     def this_node(self) -> PeerNode | None:
-        return self.store.call("this_node", EmptyRequest(), PeerNode | None)
+        return self.store.run(methods.THIS_NODE, EmptyRequest())
 
     def known_peers(self, job: str) -> KnownPeers | None:
-        return self.store.call("known_peers", AgentJobRequest(job), KnownPeers | None)
+        return self.store.run(methods.KNOWN_PEERS, AgentJobRequest(job))
 
     def peer_credentials(self, job: str) -> ReaderCredentials | None:
-        return self.store.call("peer_credentials", AgentJobRequest(job), ReaderCredentials | None)
+        return self.store.run(methods.PEER_CREDENTIALS, AgentJobRequest(job))
 
     def cluster_status(self, job: str) -> ClusterStatus:
-        return self.store.call("cluster", AgentJobRequest(job), ClusterStatus, timeout_s=_ADOPTION_S)
+        return self.store.run(methods.CLUSTER, AgentJobRequest(job), timeout_s=_ADOPTION_S)
 
     def replication_status(
         self, key: ShardKey, *, copies: int = 0, domains: int = 0, timeout_s: float = 0.0
@@ -234,16 +235,18 @@ class NodeAgentClient:
             remaining_s = max(0.0, deadline - time.monotonic())
             request = ShardReplicationRequest(key, copies, domains, min(remaining_s, MAX_AGENT_WAIT_S))
             within_s = max(_SLACK_S, request.timeout_s)
-            status: ShardReplication = self.store.call(
-                "replication_status", request, ShardReplication, within_s=within_s
-            )
+            status: ShardReplication = self.store.run(methods.REPLICATION_STATUS, request, within_s=within_s)
             if remaining_s <= MAX_AGENT_WAIT_S or (status.copies >= copies and status.domains >= domains):
                 return status
 
     def add_metrics(self, job: str, values: Mapping[str, float]) -> ProtectionStatus | None:
         request = AddMetricsRequest(job, dict(values))
         status: ProtectionStatus | None = self.store.notify(
-            "observe", request, timeout_s=_HINT_S, seek=self._connect_existing, answer=ProtectionStatus | None
+            methods.OBSERVE.name,
+            request,
+            timeout_s=_HINT_S,
+            seek=self._connect_existing,
+            answer=ProtectionStatus | None,
         )
         return status
 

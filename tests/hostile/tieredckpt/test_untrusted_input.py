@@ -24,8 +24,8 @@ from peerstore.shard_records import MAX_EPOCH_LEAD
 from peerstore.transport.authentication import TlsFiles
 from tests.support.memory_servers import our_server, our_service, request
 from tests.support.tls import node_files
-from tieredckpt.agent.agent_api import ConfigureRequest
 from tieredckpt.agent.agent_http import is_public_hostname
+from tieredckpt.agent.agent_methods import ConfigureRequest
 from tieredckpt.agent.agent_operations import agent_operations
 from tieredckpt.agent.agent_service import NodeAgentService
 from tieredckpt.agent.durable_catalog import DurableCatalog
