@@ -1,4 +1,4 @@
-"""Pages generated from the code: settings, commands, exit codes, errors and metrics."""
+"""Pages generated from the code, such as settings, commands and errors."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import click
+import msgspec
 from reference_texts import ERRORS, METRICS, METRICS_START
 from settings_page import as_markdown, settings_page
 
@@ -28,6 +29,7 @@ def generated_pages() -> dict[Path, str]:
         REFERENCE / "exit-codes.md": exit_codes_page(),
         REFERENCE / "errors.md": errors_page(),
         REFERENCE / "metrics.md": metrics_page(),
+        REFERENCE / "agent-operations.md": agent_operations_page(),
     }
 
 
@@ -283,3 +285,31 @@ def first_strings(nodes: Iterable[ast.AST | None]) -> list[str]:
     """Return the strings among the nodes, and the first elements of tuples among them."""
     firsts = (one.elts[0] if isinstance(one, ast.Tuple) else one for one in nodes)
     return [one.value for one in firsts if isinstance(one, ast.Constant)]
+
+
+# -- operations of the agent ------------------------------------------------------------------------------------------
+
+
+def agent_operations_page() -> str:
+    """Return the page of the operations that an agent serves on its socket."""
+    from tieredckpt.agent.agent_methods import AGENT_METHODS
+
+    start = (
+        f"# Operations of the agent\n\n{GENERATED}\n\nA process calls these operations on the agent's Unix socket. "
+        "`tieredckpt/agent/agent_methods.py` has their types, for the client and the server. Requests and results are "
+        "MessagePack maps. `NodeAgentClient` is the client in Python, and "
+        "[the architecture](../architecture.md) shows where it is used."
+    )
+    rows = ["| operation | request | result | purpose |", "|---|---|---|---|"]
+    for method in AGENT_METHODS:
+        fields = ", ".join(f"`{field.name}`" for field in msgspec.structs.fields(method.request))
+        rows.append(f"| `{method.name}` | {fields} | {result_name(method.result)} | {method.summary} |")
+    return start + "\n\n" + "\n".join(rows) + "\n"
+
+
+def result_name(result: Any) -> str:
+    """Return a result's type as text; nothing for an operation without a result."""
+    if result is type(None):
+        return ""
+    name = result.__name__ if isinstance(result, type) and not get_args(result) else str(result)
+    return f"`{re.sub(r'[a-z_]+(?:[.][a-z_]+)*[.](?=[A-Z])', '', name).replace('|', 'or')}`"

@@ -98,6 +98,8 @@ class Method(Generic[RequestT, ResultT]):
     request: type[RequestT]
     result: Any
     """Type of the result, for the decoder."""
+    summary: str = ""
+    """Its purpose, for the documentation."""
 
     def serve(self, answer: Callable[[RequestT, Any], ResultT]) -> tuple[str, Operation]:
         """Return the entry of a server's table; ``answer`` also gets the context of the connection."""

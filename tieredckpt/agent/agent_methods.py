@@ -168,41 +168,93 @@ class AddMetricsRequest(msgspec.Struct, frozen=True):
     values: dict[str, float]
 
 
-CONFIGURE: Method[ConfigureRequest, None] = Method("configure", ConfigureRequest, type(None))
-CHECK_DURABLE: Method[AgentJobRequest, None] = Method("check_durable", AgentJobRequest, type(None))
-LIST_STEPS: Method[ListStepsRequest, StepInventory] = Method("list_steps", ListStepsRequest, StepInventory)
-STEP_SUMMARY: Method[StepSummaryRequest, StepSummary] = Method("step_summary", StepSummaryRequest, StepSummary)
-STEP_NAMES: Method[StepNamesRequest, BlobPage] = Method("step_names", StepNamesRequest, BlobPage)
-STEP_PIECES: Method[StepPiecesRequest, PieceLocations] = Method("step_pieces", StepPiecesRequest, PieceLocations)
-STEP_PARTS: Method[StepPartsRequest, ShardLocations] = Method("step_parts", StepPartsRequest, ShardLocations)
-STEP_LAYOUTS: Method[StepLayoutsRequest, LayoutsPage] = Method("step_layouts", StepLayoutsRequest, LayoutsPage)
-QUARANTINE: Method[QuarantineRequest, None] = Method("quarantine", QuarantineRequest, type(None))
-UNQUARANTINE: Method[UnquarantineRequest, None] = Method("unquarantine", UnquarantineRequest, type(None))
-DROP_STEPS: Method[DropStepsRequest, None] = Method("drop_steps", DropStepsRequest, type(None))
-LOAD_STARTED: Method[LoadStartedRequest, None] = Method("load_started", LoadStartedRequest, type(None))
-STEP_RESTORED: Method[StepRestoredRequest, None] = Method("step_restored", StepRestoredRequest, type(None))
-LOAD_ENDED: Method[LoadEndedRequest, None] = Method("load_ended", LoadEndedRequest, type(None))
-JOIN: Method[JoinPeersRequest, None] = Method("join", JoinPeersRequest, type(None))
-ISOLATE: Method[IsolateRequest, None] = Method("isolate", IsolateRequest, type(None))
-ACCEPT_STANDBY: Method[AcceptStandbyRequest, PeerNode | None] = Method(
-    "accept_standby", AcceptStandbyRequest, PeerNode | None
+CONFIGURE: Method[ConfigureRequest, None] = Method(
+    "configure", ConfigureRequest, type(None), "Store the job's durable settings, or check new ones for loads"
 )
-THIS_NODE: Method[EmptyRequest, PeerNode | None] = Method("this_node", EmptyRequest, PeerNode | None)
-KNOWN_PEERS: Method[AgentJobRequest, KnownPeers | None] = Method("known_peers", AgentJobRequest, KnownPeers | None)
+CHECK_DURABLE: Method[AgentJobRequest, None] = Method(
+    "check_durable", AgentJobRequest, type(None), "Write, read and delete one small object in the job's durable tier"
+)
+LIST_STEPS: Method[ListStepsRequest, StepInventory] = Method(
+    "list_steps", ListStepsRequest, StepInventory, "List the job's steps in all tiers, and the tiers that do not answer"
+)
+STEP_SUMMARY: Method[StepSummaryRequest, StepSummary] = Method(
+    "step_summary",
+    StepSummaryRequest,
+    StepSummary,
+    "Return the parts, layouts and tables of a step; locate its shards again",
+)
+STEP_NAMES: Method[StepNamesRequest, BlobPage] = Method(
+    "step_names", StepNamesRequest, BlobPage, "Return a page of the names in a step"
+)
+STEP_PIECES: Method[StepPiecesRequest, PieceLocations] = Method(
+    "step_pieces", StepPiecesRequest, PieceLocations, "Return the nearest locations of tensor slices and objects"
+)
+STEP_PARTS: Method[StepPartsRequest, ShardLocations] = Method(
+    "step_parts", StepPartsRequest, ShardLocations, "Return shards with their checksums and holders"
+)
+STEP_LAYOUTS: Method[StepLayoutsRequest, LayoutsPage] = Method(
+    "step_layouts", StepLayoutsRequest, LayoutsPage, "Return the packed layouts and tables of a step"
+)
+QUARANTINE: Method[QuarantineRequest, None] = Method(
+    "quarantine", QuarantineRequest, type(None), "Mark a step on this node, so that no load chooses it"
+)
+UNQUARANTINE: Method[UnquarantineRequest, None] = Method(
+    "unquarantine", UnquarantineRequest, type(None), "Remove the mark and the crash count of a step"
+)
+DROP_STEPS: Method[DropStepsRequest, None] = Method(
+    "drop_steps", DropStepsRequest, type(None), "Delete steps from the memory of all nodes and from the durable tier"
+)
+LOAD_STARTED: Method[LoadStartedRequest, None] = Method(
+    "load_started", LoadStartedRequest, type(None), "Report that a rank begins to load a step"
+)
+STEP_RESTORED: Method[StepRestoredRequest, None] = Method(
+    "step_restored", StepRestoredRequest, type(None), "Report that a rank has loaded a step"
+)
+LOAD_ENDED: Method[LoadEndedRequest, None] = Method(
+    "load_ended", LoadEndedRequest, type(None), "Report the first step after a load, or the normal end of the process"
+)
+JOIN: Method[JoinPeersRequest, None] = Method(
+    "join", JoinPeersRequest, type(None), "Exchange replicas of the job's shards with its other nodes"
+)
+ISOLATE: Method[IsolateRequest, None] = Method(
+    "isolate", IsolateRequest, type(None), "Cut this node off from the others for a test"
+)
+ACCEPT_STANDBY: Method[AcceptStandbyRequest, PeerNode | None] = Method(
+    "accept_standby",
+    AcceptStandbyRequest,
+    PeerNode | None,
+    "Accept replicas of jobs with this secret; return this node",
+)
+THIS_NODE: Method[EmptyRequest, PeerNode | None] = Method(
+    "this_node", EmptyRequest, PeerNode | None, "Return the name and address of this node"
+)
+KNOWN_PEERS: Method[AgentJobRequest, KnownPeers | None] = Method(
+    "known_peers", AgentJobRequest, KnownPeers | None, "Return the job's live nodes and its secret"
+)
 PEER_CREDENTIALS: Method[AgentJobRequest, ReaderCredentials | None] = Method(
-    "peer_credentials", AgentJobRequest, ReaderCredentials | None
+    "peer_credentials",
+    AgentJobRequest,
+    ReaderCredentials | None,
+    "Return the name and the secret with which a process reads from other nodes",
 )
 REPLICATION_STATUS: Method[ShardReplicationRequest, ShardReplication] = Method(
-    "replication_status", ShardReplicationRequest, ShardReplication
+    "replication_status",
+    ShardReplicationRequest,
+    ShardReplication,
+    "Return the copies of a shard, once they suffice or the time is over",
 )
-CLUSTER: Method[AgentJobRequest, ClusterStatus] = Method("cluster", AgentJobRequest, ClusterStatus)
+CLUSTER: Method[AgentJobRequest, ClusterStatus] = Method(
+    "cluster", AgentJobRequest, ClusterStatus, "Return each node of the job with its shards"
+)
 DRAIN_STATUS: Method[AgentJobRequest, tuple[DrainStatus, ...]] = Method(
-    "drain_status", AgentJobRequest, tuple[DrainStatus, ...]
+    "drain_status", AgentJobRequest, tuple[DrainStatus, ...], "Return the state of each upload to the durable tier"
 )
 WAIT_DURABLE: Method[WaitDurableRequest, DrainStatus | None] = Method(
-    "wait_durable", WaitDurableRequest, DrainStatus | None
+    "wait_durable", WaitDurableRequest, DrainStatus | None, "Wait for the upload of one step, or of all"
 )
-OBSERVE: Method[AddMetricsRequest, ProtectionStatus] = Method("observe", AddMetricsRequest, ProtectionStatus)
+OBSERVE: Method[AddMetricsRequest, ProtectionStatus] = Method(
+    "observe", AddMetricsRequest, ProtectionStatus, "Add the trainer's metrics; return the protection of the job"
+)
 
 AGENT_METHODS: tuple[Method[Any, Any], ...] = (
     CONFIGURE,

@@ -6,7 +6,7 @@ from importlib.metadata import EntryPoint
 
 import pytest
 
-from elastic.cli import main
+from elastic.cli import main, scaling_options
 from elastic.cli import run as run_cli
 from elastic.cli.scaling_options import load_scaling_policy
 from tieredckpt.cli.exit_codes import ExitCode
@@ -112,8 +112,9 @@ def policy_readers(monkeypatch):
     """Replace the readers that installed packages add."""
 
     def replace(**readers):
-        points = [EntryPoint(name, value, run_cli.POLICY_READER_ENTRY_POINTS) for name, value in readers.items()]
-        monkeypatch.setattr(run_cli, "entry_points", lambda *, group: points)
+        group = scaling_options.POLICY_READER_ENTRY_POINTS
+        points = [EntryPoint(name, value, group) for name, value in readers.items()]
+        monkeypatch.setattr(scaling_options, "entry_points", lambda *, group: points)
 
     return replace
 
