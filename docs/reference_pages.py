@@ -296,8 +296,8 @@ def agent_operations_page() -> str:
 
     start = (
         f"# Operations of the agent\n\n{GENERATED}\n\nA process calls these operations on the agent's Unix socket. "
-        "`tieredckpt/agent/agent_methods.py` has their types, for the client and the server. Requests and results are "
-        "MessagePack maps. `NodeAgentClient` is the client in Python, and "
+        "`tieredckpt/agent/agent_methods.py` has their types, for the client and the server. Messages are encoded as "
+        "MessagePack. `NodeAgentClient` is the client in Python, and "
         "[the architecture](../architecture.md) shows where it is used."
     )
     rows = ["| operation | request | result | purpose |", "|---|---|---|---|"]

@@ -62,7 +62,7 @@ class RepeatedSteps:
             _report(node, sealed, newest.epoch, start)
 
     def _observe_late(self, status: NodeStatus, epoch: int) -> None:
-        ranks = [one for one in status.rank_progress if one is not None and one.sealed >= 0]
+        ranks = [one for one in status.rank_progress if one is not None and one.has_sealed and one.sealed >= 0]
         if not ranks:
             return
         newest = max(ranks, key=lambda one: one.sealed)

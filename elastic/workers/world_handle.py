@@ -346,11 +346,11 @@ def rank_progress(steps: int, *, idle: bool) -> RankProgress:
     """Return the progress of this process, which has completed ``steps`` in its world; -1 for none."""
     session: Any = sys.modules.get("tieredckpt.session.session")
     saves_elsewhere = session is None or not session.has_sessions()  # sealed outside tieredckpt, unknown here
-    has_sealed = steps >= 0 if saves_elsewhere else sealed_here() is not None
+    current = _newest_sealed_key(current=True)
+    has_sealed = steps >= 0 if saves_elsewhere else current is not None
     key = _newest_sealed_key()
     if key is None:
         return RankProgress(steps, idle=idle, has_sealed=has_sealed)
-    current = _newest_sealed_key(current=True)
     base_step = session.base_step_of(current) if current is not None and current.job == key.job else None
     return RankProgress(steps, key.version, idle, has_sealed, key.job, base_step)
 

@@ -214,9 +214,8 @@ class ControlSimulation:
         """
         for node in self.nodes.values():
             for rank in node.ranks.values():
-                rank.has_sealed = rank.stand is RankPhase.IN_WORLD and rank.epoch == self.desk.snapshot().world.epoch
-                if rank.has_sealed:
-                    rank.newest_sealed, rank.base_step = step, base_step
+                if rank.stand is RankPhase.IN_WORLD and rank.epoch == self.desk.snapshot().world.epoch:
+                    rank.has_sealed, rank.newest_sealed, rank.base_step = True, step, base_step
 
     # -- faults and requests ------------------------------------------------------------------------------------------
 

@@ -41,8 +41,9 @@ def find_agent_directory(settings: Settings, job: str | None) -> Path:
     """Return the directory of an agent of this machine that has ``job``, or any job for ``None``.
 
     The settings' agent comes first. Its directory is also returned if no agent has the job, or if it does not answer
-    and has recorded the job. An agent with steps of ``job`` precedes one with only a process of it. Another agent that
-    does not answer is returned only if no other one has ``job``, an exited one only after these.
+    and has recorded the job. An agent with steps of ``job``, even one that does not answer, precedes an agent with only
+    a process of it. Otherwise another agent that does not answer is returned only if no other one has ``job``, and an
+    exited one only after these.
     """
     own = settings.agent_place.directory
     mine = _query_agent(own, still_s=_STILL_S)
@@ -50,7 +51,7 @@ def find_agent_directory(settings: Settings, job: str | None) -> Path:
         return own
     having = [found for found in (mine, *_query_agents(_other_directories(own))) if _has_job(found, job)]
     directories = [
-        found.directory for found in sorted(having, key=lambda one: (bool(one.silence), not _has_steps(one, job)))
+        found.directory for found in sorted(having, key=lambda one: (not _has_steps(one, job), bool(one.silence)))
     ]
     if not directories and job is not None and job not in _recorded_jobs(own):
         directories = exited_agents_of_simulated_nodes(job)

@@ -102,7 +102,7 @@ def directory_state(ranks: RankGroup, path: Path) -> StateDict:
     The files are listed after all ranks have called, so each rank calls when its own files are complete.
     """
     ranks.all_gather("")
-    mine = ranks.call_on_all(lambda: list_directory(path))
+    mine = _on_all(ranks, lambda: list_directory(path))
     encoded = msgspec.json.encode(mine).decode()
     digests = ranks.all_gather(hashlib.sha256(encoded.encode()).hexdigest())
     if len(set(digests)) == 1:
@@ -112,15 +112,15 @@ def directory_state(ranks: RankGroup, path: Path) -> StateDict:
     files = assign_files(listings)
     _check_equal(ranks, path, files.differing)
     mine = files.by_rank[ranks.rank]
-    return {DIRECTORY_ENTRY: ranks.call_on_all(lambda: {file.name: _read_file(path, file) for file in mine})}
+    return {DIRECTORY_ENTRY: _on_all(ranks, lambda: {file.name: _read_file(path, file) for file in mine})}
 
 
 def _check_equal(ranks: RankGroup, path: Path, differing: Mapping[str, Collection[int]]) -> None:
     """Raise on all ranks if files of one name have different contents."""
     if not differing:
         return
-    mine = ranks.call_on_all(
-        lambda: {name: _digest(path / name) for name, seen_by in differing.items() if ranks.rank in seen_by}
+    mine = _on_all(
+        ranks, lambda: {name: _digest(path / name) for name, seen_by in differing.items() if ranks.rank in seen_by}
     )
     answers = [from_json(text, dict[str, str]) for text in ranks.all_gather(msgspec.json.encode(mine).decode())]
     for name in sorted(differing):
@@ -174,8 +174,8 @@ class DirectoryRestore:
 
     def begin(self) -> StateDict:
         """Create the staging directory, and return the state to restore."""
-        self._ranks.call_on_all(self._create_staging)
-        leader = self._ranks.call_on_all(lambda: int((self._staging / "leader").read_text()))
+        _on_all(self._ranks, self._create_staging)
+        leader = _on_all(self._ranks, lambda: int((self._staging / "leader").read_text()))
         leaders = self._ranks.all_gather(str(leader))
         self._members += [rank for rank, text in enumerate(leaders) if text == str(leader)]
         return {DIRECTORY_ENTRY: self._files}
@@ -194,8 +194,8 @@ class DirectoryRestore:
 
     def finish(self) -> None:
         """Write this rank's files, and move the directory into place once all ranks have."""
-        self._ranks.call_on_all(lambda: self._files.write_to(self._staging / "files"))
-        self._ranks.call_on_all(self._move)
+        _on_all(self._ranks, lambda: self._files.write_to(self._staging / "files"))
+        _on_all(self._ranks, self._move)
 
     def _move(self) -> None:
         if not self._is_leader:
@@ -257,6 +257,21 @@ class _RestoredFiles:
                 view, at = data.numpy().data, 0
                 while at < len(view):
                     at += file.write(view[at:])
+
+
+def _on_all(ranks: RankGroup, call: Callable[[], T]) -> T:
+    """Return the result of ``call`` as :meth:`RankGroup.call_on_all` does.
+
+    A directory that cannot be used is the caller's error.
+    """
+
+    def checked() -> T:
+        try:
+            return call()
+        except OSError as error:
+            raise UsageError(str(error)) from error
+
+    return ranks.call_on_all(checked)
 
 
 def restore_directory(

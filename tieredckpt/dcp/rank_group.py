@@ -39,7 +39,6 @@ from tieredckpt.errors import (
     SaveFailedError,
     TieredCheckpointError,
     TierUnavailableError,
-    UsageError,
 )
 from tieredckpt.gc_pause import gc_paused
 from tieredckpt.rank_error import RankError
@@ -292,9 +291,12 @@ def _wait_for_key(store: torch.distributed.Store, key: str, otherwise: str) -> b
 
 
 def _own_error(failure: Exception) -> Exception:
-    if isinstance(failure, PeerStoreError) and not isinstance(failure, TieredCheckpointError):
-        return TierUnavailableError(str(failure))
-    return UsageError(str(failure)) if isinstance(failure, OSError) else failure
+    """Return this package's error for one of the agent's or the operating system's."""
+    if isinstance(failure, TieredCheckpointError) or not isinstance(failure, PeerStoreError | OSError):
+        return failure
+    error = TierUnavailableError(str(failure))
+    error.__cause__ = failure
+    return error
 
 
 def _digest(ranks: Sequence[int]) -> str:

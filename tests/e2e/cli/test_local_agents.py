@@ -1,7 +1,9 @@
 """Commands find the agents of jobs on this machine, including those of simulated nodes."""
 
 import contextlib
+import os
 import secrets
+import signal
 from pathlib import Path
 from typing import NamedTuple
 
@@ -10,7 +12,7 @@ import pytest
 from peerstore.client.store_client import Client
 from peerstore.settings import AgentPaths
 from peerstore.transport.unix import connect_to_agent
-from tests.support.agents import agent_directory, stop_agent
+from tests.support.agents import agent_directory, agent_pid, stop_agent, stop_process
 from tests.support.jobs import CheckpointJob
 from tests.support.local_nodes import wait_until
 from tieredckpt.session.session import close_sessions
@@ -88,6 +90,19 @@ def test_agent_with_steps_precedes_an_agent_with_only_a_process_of_the_job(cli, 
     ):
         for job, steps in ((one, [1, 2]), (other, [7])):
             assert [view["step"] for view in cli("ls", job.name, "--json").json["steps"]] == steps
+
+
+def test_silent_agent_with_steps_precedes_an_agent_without_steps(cli, two_simulated_jobs):
+    one, other = two_simulated_jobs
+    pid = agent_pid(other.agent)
+    stop_process(pid)
+    try:
+        with contextlib.closing(Client(lambda: connect_to_agent(AgentPaths(one.agent).socket), job=other.name)):
+            shown = cli("ls", other.name)
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    assert shown.code == 5, shown
+    assert str(other.agent) in "".join(f"{shown.out}{shown.err}".split())
 
 
 def test_agent_with_only_a_process_of_the_job_is_found(cli, two_simulated_jobs):

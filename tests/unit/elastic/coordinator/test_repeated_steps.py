@@ -17,8 +17,9 @@ ALONE = WorldSpec(1, ("n1",), 0, "")
 NEXT = WorldSpec(2, ("n0",), 1, "", reached=ReachedStep("job", 84))
 
 
-def says(node, world, sealed, base_step=None, job="job"):
-    ranks = (RankProgress(sealed + 1, sealed, has_sealed=base_step is not None, job=job, base_step=base_step),)
+def says(node, world, sealed, base_step=None, *, job="job", here=True):
+    """Return the report of a node whose rank has sealed a step, in this world unless ``here`` is false."""
+    ranks = (RankProgress(sealed + 1, sealed, has_sealed=here, job=job, base_step=base_step),)
     return NodeStatus(1, node, 1, 1, world=world, rank_progress=ranks)
 
 
@@ -90,6 +91,7 @@ def test_world_that_starts_from_nothing(steps, lines):
         (says("n1", None, 92), NEXT),
         (says("n1", NEXT, 92), NEXT),  # from the same world
         (says("n1", ALONE, -1), NEXT),
+        (says("n1", ALONE, 92, here=False), NEXT),  # sealed before world 1, which resumed from an older step
         (NodeStatus(1, "n1", 1, 2, world=ALONE, rank_progress=(None, None)), NEXT),
     ],
 )
