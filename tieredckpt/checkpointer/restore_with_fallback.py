@@ -216,23 +216,21 @@ class CheckpointRestorer:
         """
         if report is None:
             return
-        survivors_reached = -1
+        if reached > report.step:
+            report.steps_redone = reached - report.step
         if hydration is not None:
-            survivors_reached = hydration.reached
             report.mode = "live" if hydration.mode == "live" and hydration.step == report.step else "snapshot"
             report.steps_redone = max(0, max(hydration.reached, reached) - report.step)
             tiers = ", ".join(f"{show_size(size)} from {tier}" for tier, size in sorted(report.bytes_by_tier.items()))
             source = "state of the surviving ranks" if report.mode == "live" else "checkpoint"
             redone = f"{report.steps_redone} steps are done again" if report.steps_redone else "nothing is lost"
             log.info("%s: resumed from step %d (%s: %s); %s", self._job, report.step, source, tiers, redone)
-        if reached > max(survivors_reached, report.step):
-            report.steps_redone = reached - report.step
-            if self._ranks.rank == 0:
-                log.warning(
-                    "%s: resumed from step %d because no newer one is complete; %d steps are done again (a rank had "
-                    "sealed step %d)",
-                    *(self._job, report.step, report.steps_redone, reached),
-                )
+        if reached > report.step and self._ranks.rank == 0:
+            log.warning(
+                "%s: resumed from step %d because no newer one is complete; %d steps are done again (a rank had sealed "
+                "step %d)",
+                *(self._job, report.step, report.steps_redone, reached),
+            )
 
     def _log_restored(self, state: StateDict, reader: TieredReader, *, strict: bool) -> None:
         """Log the restored step, its tiers, bytes and time, and the entries that a non-strict restore skipped."""

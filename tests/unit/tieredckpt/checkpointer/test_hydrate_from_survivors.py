@@ -149,6 +149,31 @@ def test_step_that_lost_ranks_had_sealed_counts_beside_the_survivors(job, caplog
     assert warning.endswith("4 steps are done again (a rank had sealed step 9)")
 
 
+@pytest.mark.parametrize("sealed", [7, 8])
+def test_repeated_sealed_steps_are_a_warning_beside_survivors(job, caplog, sealed):
+    """A part of the sealed step was on a lost node only, so the survivors resume from an older one."""
+    job.enter()
+    job.train(9)
+    job.optimizer.step()
+    job.leave()
+    with expect_reached_step("job", sealed):
+        assert job.enter().reached == 8
+    assert (job.first, job.ckpt.last_restore.steps_redone) == (6, 3)
+    (warning,) = (one.message for one in caplog.records if "are done again" in one.message and one.levelname != "INFO")
+    assert warning.endswith(f"3 steps are done again (a rank had sealed step {sealed})")
+
+
+def test_repeated_unsealed_steps_are_no_warning(job, caplog):
+    job.enter()
+    job.train(9)
+    job.optimizer.step()
+    job.leave()
+    with expect_reached_step("job", 5):
+        assert job.enter().reached == 8
+    assert job.ckpt.last_restore.steps_redone == 3
+    assert {one.levelname for one in caplog.records if "are done again" in one.message} <= {"INFO"}
+
+
 @pytest.mark.parametrize("of", ["job", "another job"])
 def test_start_from_nothing_names_the_step_that_was_reached(job, caplog, of):
     with expect_reached_step(of, 8):
