@@ -34,7 +34,7 @@ from elastic.control.control_messages import (
 from elastic.control.coordinator_client import call_coordinator
 from elastic.control.hang_detector import HangTimeouts
 from elastic.control.leader_election import open_leader_record
-from elastic.control.run_directory import write_private_file
+from elastic.control.run_directory import RunDirectory, newest_last_run, write_private_file
 from elastic.control.running_clock import RunningClock
 from elastic.errors import ControlPlaneUnavailableError, ElasticError, JobFailedError
 from elastic.world.scaling_policy import ScalingPolicy
@@ -124,6 +124,8 @@ class SupervisorSpec(msgspec.Struct, frozen=True, tag="node"):
     coordinator_node: str = ""
     scheduled_job: str = ""
     """Slurm job that allocated this node and the coordinator's, or ""."""
+    joined_run: str = ""
+    """Directory of all runs, if this node has joined a run of this machine."""
     verbose: int = 0
 
 
@@ -298,6 +300,10 @@ def run_supervisor(task: SupervisorSpec, secret: bytes) -> tuple[ExitReason, str
         threading.Thread(
             target=_watch_allocation, args=(task, supervisor, ended), name="elastic-allocation", daemon=True
         ).start()
+    if task.joined_run:
+        threading.Thread(
+            target=_watch_joined_run, args=(task, secret, supervisor, ended), name="elastic-run", daemon=True
+        ).start()
     over, reason = supervisor.run()
     if supervisor.state.sealed_step is not None:
         record_stop({**os.environ, **task.environ}, supervisor.state.sealed_step)
@@ -328,6 +334,24 @@ def _watch_allocation(task: SupervisorSpec, supervisor: Supervisor, ended: threa
             return
 
 
+def _watch_joined_run(task: SupervisorSpec, secret: bytes, supervisor: Supervisor, ended: threading.Event) -> None:
+    """End this node's part once the run that it joined has ended, or another run of the job has begun.
+
+    Such a run cannot tell the node that it has ended if its coordinator was lost.
+    """
+    place, joined_at = RunDirectory(Path(task.joined_run), task.job), time.time()
+    while not ended.wait(_JOINED_POLL_S):
+        if supervisor.alone_s < _JOINED_POLL_S or place.is_run(task.coordinator, secret):
+            continue
+        last = newest_last_run(place.root, task.job)
+        finished = last is not None and last.ended_at > joined_at and last.how == ExitReason.FINISHED.value
+        how = f" ({last.how})" if last is not None and last.ended_at > joined_at else ""
+        over = ExitReason.FINISHED if finished else ExitReason.JOB_FAILED
+        supervisor.kill(f"the run that this node joined has ended{how}", over)
+        return
+
+
+_JOINED_POLL_S = 2.0
 _START_S = 30.0
 _RESTARTS = 5
 _WITHIN_S = 60.0

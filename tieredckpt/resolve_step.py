@@ -13,8 +13,7 @@ import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from peerstore.shard_records import ExpiredJob, UnrecognizedSlot, VersionId
-from tieredckpt.errors import FormatVersionError, TieredCheckpointError, TierUnavailableError
+from peerstore.shard_records import ExpiredJob, VersionId
 from tieredckpt.format.manifest import UNKNOWN_PART_COUNT
 
 _MAX_LISTED = 8
@@ -190,7 +189,7 @@ def resolve_step(
     known = {one.version_id for one in candidates if one.is_complete} | (
         {once_complete} if once_complete is not None else set()
     )
-    if step is not None and once_complete is not None and once_complete.version != step:
+    if once_complete is not None and not _matches(once_complete, step, epoch):
         once_complete = None
     if step is not None and forgotten is not None and forgotten.newest_committed.version < step:
         forgotten = None
@@ -211,7 +210,7 @@ def resolve_step(
     verdicts |= {
         one: StepVerdict.TORN
         for one in sorted(torn)[-_MAX_LISTED:]
-        if one not in verdicts and step in (None, one.version)
+        if one not in verdicts and _matches(one, step, epoch)
     }
     left.sort(key=lambda candidate: (candidate.version_id not in reluctant, _order(candidate.version_id)), reverse=True)
     for number, candidate in enumerate(left):
@@ -230,48 +229,6 @@ def resolve_step(
         forgotten,
         dict(unreachable) if isinstance(unreachable, Mapping) else {},
         names_epoch=epoch is not None,
-    )
-
-
-def unrecognized_error(
-    job: str,
-    slots: Iterable[UnrecognizedSlot],
-    candidates: Sequence[Candidate] = (),
-    *,
-    newest: int = -1,
-    step: int | None = None,
-    quarantined: Collection[VersionId] = (),
-) -> TieredCheckpointError | None:
-    """Return the error if a load cannot ignore unreadable ``slots`` newer than step ``newest``.
-
-    ``None``: it can.
-    """
-    branches = IncarnationBranches(candidates if step is None else (), quarantined)
-    known = {one.version_id for one in candidates if one.is_complete}
-    found = [
-        one
-        for one in slots
-        if (one.key is None and newest < 0)
-        or (
-            one.key is not None
-            and one.key.version > newest
-            and step in (None, one.key.version)
-            and one.key.version_id not in known
-            and not branches.supersede(one.key.version_id)
-        )
-    ]
-    if not found:
-        return None
-    steps = sorted({one.key.version for one in found if one.key is not None})
-    what = f"step{'s' * (len(steps) > 1)} {', '.join(map(str, steps[-_MAX_LISTED:]))}" if steps else "steps"
-    formats = sorted({one.format for one in found if one.format is not None})
-    if not formats:
-        return TierUnavailableError(f"Cannot read {what} of job {job!r} in this node's memory: {found[0].reason}")
-    newest_format = found[0].readable_format
-    remedy = "Install a newer release of tieredckpt" if formats[-1] > newest_format else "Run the release that wrote it"
-    return FormatVersionError(
-        f"Cannot read {what} of job {job!r} in this node's memory: its metadata has format "
-        f"{', '.join(map(str, formats))}, and the newest format that this release reads is {newest_format}. {remedy}"
     )
 
 
@@ -303,7 +260,7 @@ def _rejection(
     quarantined: Collection[VersionId],
 ) -> StepVerdict | None:
     group = candidate.version_id
-    if step not in (None, group.version) or epoch not in (None, group.epoch):
+    if not _matches(group, step, epoch):
         return StepVerdict.OTHER_STEP
     if not candidate.is_complete:
         return StepVerdict.DAMAGED if candidate.damaged else StepVerdict.TORN
@@ -312,6 +269,10 @@ def _rejection(
     if branches.supersede(candidate.version_id):
         return StepVerdict.SUPERSEDED
     return None
+
+
+def _matches(group: VersionId, step: int | None, epoch: int | None) -> bool:
+    return step in (None, group.version) and epoch in (None, group.epoch)
 
 
 def incomplete_state(

@@ -254,6 +254,8 @@ def join_command(screen: ElasticScreen, /, job: str | None, node: str, **options
             name,
             {**options, "node": "", "simulate_nodes": 2, "coordinator": "", "coordinator_here": False, "listen": ""},
         )
+        if not is_leader_url(record.coordinator):
+            task = msgspec.structs.replace(task, joined_run=str(place.root))
         return _launch(screen, place, record, [task], None)
 
 

@@ -167,6 +167,16 @@ class RunDirectory:
         except (OSError, msgspec.MsgspecError) as error:
             raise ControlPlaneUnavailableError(f"{self.file} cannot be read: {error}") from error
 
+    def is_run(self, coordinator: str, secret: bytes) -> bool:
+        """Return whether the recorded run has this coordinator and secret, or its record is unreadable."""
+        try:
+            run = self.read()
+            return run.coordinator == coordinator and run_secret(run) == secret
+        except JobNotFoundError:
+            return False
+        except (ControlPlaneUnavailableError, PeerStoreError):
+            return True
+
 
 def list_runs(root: Path) -> list[LocalRun]:
     """Return the running jobs that this user started on this machine."""

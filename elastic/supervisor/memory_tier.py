@@ -26,15 +26,15 @@ from peerstore.shard_records import JobStatus, ShardInfo, VersionId
 from peerstore.store.slot_metadata import jobs_in_directory
 from peerstore.transport.unix import connect_to_agent
 from tieredckpt.agent import agent_methods as methods
-from tieredckpt.agent.agent_api import DURABLE_SETTINGS_BLOB, StepInventory
+from tieredckpt.agent.agent_api import DURABLE_SETTINGS_BLOB
 from tieredckpt.agent.agent_client import NodeAgentClient, agent_command, agent_watchdogs
-from tieredckpt.agent.local_agents import newest_version
 from tieredckpt.agent.peer_config import DISCOVERY_WORLD, is_unreplicated, peer_secret
 from tieredckpt.agent.stopped_step import StoppedStep, record_stopped_step
 from tieredckpt.errors import SettingsError, TieredCheckpointError
 from tieredckpt.memory_service_options import MEMORY_SERVICE_JOB
 from tieredckpt.resolve_step import Tier
 from tieredckpt.settings import Settings, load_settings, override_settings
+from tieredckpt.step_inventory import StepInventory
 
 log = logging.getLogger(__name__)
 
@@ -496,11 +496,5 @@ def _newest_steps(settings: Settings, since_ns: int) -> dict[str, tuple[int, boo
     return {
         job: (step, any(view.candidate.saved_ns >= since_ns for view in survey.views))
         for job, survey in surveys.items()
-        if (step := newest_restorable_step(survey)) >= 0
+        if (step := survey.choose(avoid_after=settings.memory.avoid_after_crashed_loads).step) >= 0
     }
-
-
-def newest_restorable_step(survey: StepInventory) -> int:
-    """Return the step that a load without a requested step would choose, or -1 for none."""
-    chosen = newest_version(survey)
-    return -1 if chosen is None else chosen.version

@@ -10,7 +10,7 @@ from pathlib import Path
 from elastic.settings import shared_agent_directory
 from peerstore.errors import PeerStoreError
 from peerstore.store.slot_metadata import jobs_in_directory
-from tieredckpt.agent.local_agents import list_agent_steps, newest_version
+from tieredckpt.agent.local_agents import list_agent_steps
 from tieredckpt.checkpointer.progress_hook import ExpectedStep, use_progress_hook
 from tieredckpt.errors import TieredCheckpointError
 from tieredckpt.session.session import Session
@@ -27,7 +27,9 @@ class SharedAgentSteps:
 
     def expected_step(self, job: str) -> ExpectedStep | None:
         try:
-            newest = newest_version(list_agent_steps(job, load_settings(), self._directory))
+            settings = load_settings()
+            avoid_after = settings.memory.avoid_after_crashed_loads
+            newest = list_agent_steps(job, settings, self._directory).choose(avoid_after=avoid_after).step
         except (PeerStoreError, TieredCheckpointError, OSError) as error:
             if job not in jobs_in_directory(self._directory):
                 log.info("cannot list the steps of the agent in %s for job %s: %s", self._directory, job, error)
@@ -35,12 +37,10 @@ class SharedAgentSteps:
             return ExpectedStep(
                 None, f"the agent in {self._directory} does not answer, and has {job!r} in its memory: {error}"
             )
-        if newest is None:
+        if newest < 0:
             return None
-        where = (
-            f"step {newest.version} is in memory of the agent in {self._directory}, which simulated nodes do not use"
-        )
-        return ExpectedStep(newest.version, f"{where}; elastic run without --simulate-nodes, or torchrun, resumes it")
+        where = f"step {newest} is in memory of the agent in {self._directory}, which simulated nodes do not use"
+        return ExpectedStep(newest, f"{where}; elastic run without --simulate-nodes, or torchrun, resumes it")
 
     def on_sealed(self, session: Session) -> None:
         pass

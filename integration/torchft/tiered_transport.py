@@ -21,6 +21,7 @@ from peerstore.errors import PeerStoreError
 from peerstore.membership.topology import PeerNode, member_list
 from peerstore.message_codec import from_json
 from peerstore.settings import JobPeersConfig
+from peerstore.shard_records import validate_job_name
 from tieredckpt.agent.peer_config import peer_secret, replication_settings
 from tieredckpt.dcp.load_save import load
 from tieredckpt.dcp.rank_group import unwrap_save_error
@@ -32,6 +33,7 @@ from tieredckpt.errors import (
     TierUnavailableError,
     UsageError,
 )
+from tieredckpt.location import Location
 from tieredckpt.session.session import Session, open_session
 from tieredckpt.settings import Settings, load_settings, override_settings
 
@@ -165,14 +167,14 @@ class TieredTransport(CheckpointTransport[T]):
 
     def _is_offered(self, session: Session, step: int, name: str) -> bool:
         """Return whether the sender has sealed the step; raise if it is damaged or the sender does not answer."""
-        seen = session.list_steps(fresh=True)
-        views = [view for view in seen.views if view.version_id.version == step]
-        if any(view.candidate.is_complete and not view.quarantined for view in views):
+        choice = session.choose_step(session.list_steps(fresh=True), step)
+        if choice.version_id is not None:
             return True
-        for reason in (reason for view in views for reason in (view.quarantined, *view.damaged.values()) if reason):
-            raise CheckpointDamagedError(f"{name} is damaged: {reason}")
-        if seen.unreachable:
-            raise TierUnavailableError("; ".join(f"{tier.value}: {why}" for tier, why in seen.unreachable.items()))
+        problem = choice.error(Location(validate_job_name(session.job), step), advice="")
+        if isinstance(problem, CheckpointDamagedError):
+            raise CheckpointDamagedError(f"{name} is damaged: {problem}")
+        if isinstance(problem, TierUnavailableError):
+            raise problem
         return False
 
     def _join_source(self, session: Session, source: _Source) -> None:

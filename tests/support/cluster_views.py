@@ -9,9 +9,10 @@ import msgspec
 
 from peerstore.membership.topology import NodeId, PeerNode, parse_labels
 from peerstore.shard_records import ShardInfo, ShardKey, VersionId
-from tieredckpt.agent.agent_api import ClusterNode, ClusterStatus, StepInventory, StepStatus
+from tieredckpt.agent.agent_api import ClusterNode, ClusterStatus
 from tieredckpt.format.manifest import ShardMeta, encode_meta
 from tieredckpt.resolve_step import Tier
+from tieredckpt.step_inventory import StepInventory, StepStatus
 
 SIZE = 1 << 20
 

@@ -10,70 +10,12 @@ import msgspec
 from peerstore.client.store_api import Store
 from peerstore.membership.topology import PeerNode
 from peerstore.settings import JobPeersConfig
-from peerstore.shard_records import ExpiredJob, ShardInfo, ShardKey, UnrecognizedSlot, VersionId
+from peerstore.shard_records import ShardInfo, ShardKey, VersionId
 from tieredckpt.errors import CheckpointNotFoundError
 from tieredckpt.format.manifest import Manifest, ShardIndex, build_manifest, checked_layout, unpack_blob
-from tieredckpt.resolve_step import Candidate, Tier
+from tieredckpt.resolve_step import Tier
 from tieredckpt.settings import DurableSettings
-
-
-class StepStatus(msgspec.Struct, frozen=True):
-    """One version (an attempt at a step) as this node sees it."""
-
-    version_id: VersionId
-    parts: int
-    found: dict[int, tuple[Tier, ...]]
-    base: int | None = None
-    covered: bool = False
-    durable: bool = False
-    """Whether its manifest is in the durable tier."""
-    quarantined: str = ""
-    """Reason not to load it; "" if it is not quarantined."""
-    size_bytes: int = 0
-    saved_ns: int = 0
-    kept: bool = False
-    """Whether a user marked it to be retained."""
-    crashed_loads: int = 0
-    """Number of recent loads that crashed a process of this node."""
-    damaged: dict[int, str] = {}
-    """Reason by part for parts that this node dropped as damaged, listed until a newer step is complete."""
-
-    @property
-    def candidate(self) -> Candidate:
-        return Candidate(
-            self.version_id,
-            self.parts,
-            self.found,
-            self.base,
-            covered=self.covered or self.durable,
-            damaged=self.damaged,
-            saved_ns=self.saved_ns,
-        )
-
-
-class StepInventory(msgspec.Struct, frozen=True):
-    """All versions that this node sees, and the tiers that did not answer."""
-
-    views: tuple[StepStatus, ...]
-    unreachable: dict[Tier, str] = {}
-    plain: tuple[int, ...] = ()
-    """Steps of plain DCP checkpoints, written while this package was disabled."""
-    durable: DurableSettings | None = None
-    """The job's durable tier, or ``None`` if the agent knows none."""
-    once_complete: VersionId | None = None
-    """Newest version that any responding node knows was once complete; parts of it may be lost since."""
-    forgotten: ExpiredJob | None = None
-    """When and why this node expired the job's shards, unless a complete step was saved since."""
-    torn: tuple[VersionId, ...] = ()
-    """Aborted versions: a rank did not seal its part, so the other parts were dropped."""
-    unrecognized: tuple[UnrecognizedSlot, ...] = ()
-    """Slots of the job in this node's memory that this release cannot read."""
-
-    @property
-    def newest_complete(self) -> VersionId | None:
-        """The newest complete version that is not quarantined, or ``None``."""
-        complete = (view.version_id for view in self.views if view.candidate.is_complete and not view.quarantined)
-        return max(complete, default=None)
+from tieredckpt.step_inventory import StepInventory
 
 
 class PeerSource(msgspec.Struct, frozen=True):

@@ -41,7 +41,6 @@ from tieredckpt.agent.agent_api import (
     ShardReplication,
     StateNames,
     StepDescription,
-    StepInventory,
     StepSummary,
     TensorSliceNeed,
     describe_step,
@@ -73,6 +72,7 @@ from tieredckpt.format.manifest import unpack_blob
 from tieredckpt.gc_pause import gc_paused
 from tieredckpt.memory_service_options import memory_service_arguments
 from tieredckpt.settings import DurableSettings, Settings, is_local_rank_zero
+from tieredckpt.step_inventory import StepInventory
 
 log = logging.getLogger(__name__)
 

@@ -25,11 +25,11 @@ from tieredckpt.agent.agent_api import (
     ReaderCredentials,
     ShardLocations,
     ShardReplication,
-    StepInventory,
     StepSummary,
     TensorSliceNeed,
 )
 from tieredckpt.settings import DurableSettings
+from tieredckpt.step_inventory import StepInventory
 
 MAX_AGENT_WAIT_S = 120.0
 """Most seconds that the agent delays one response. A client that waits longer repeats its request."""

@@ -6,7 +6,7 @@ from peerstore.daemon_process import ProcessIdentity
 from peerstore.errors import RequestError
 from peerstore.rpc import Operation
 from tieredckpt.agent import agent_methods as methods
-from tieredckpt.agent.agent_api import DrainStatus, ProtectionStatus, ShardReplication, StepInventory
+from tieredckpt.agent.agent_api import DrainStatus, ProtectionStatus, ShardReplication
 from tieredckpt.agent.agent_methods import (
     MAX_AGENT_WAIT_S,
     MAX_ISOLATION_S,
@@ -19,6 +19,7 @@ from tieredckpt.agent.agent_methods import (
 from tieredckpt.agent.agent_service import NodeAgentService
 from tieredckpt.errors import UsageError
 from tieredckpt.settings import Settings, override_settings
+from tieredckpt.step_inventory import StepInventory
 
 
 def agent_operations(node: NodeAgentService) -> dict[str, Operation]:

@@ -28,8 +28,6 @@ from tieredckpt.agent.agent_api import (
     ProtectionStatus,
     ReaderCredentials,
     ShardReplication,
-    StepInventory,
-    StepStatus,
 )
 from tieredckpt.agent.cluster_settings import ClusterSettingsWatcher
 from tieredckpt.agent.drain import Drain
@@ -57,6 +55,7 @@ from tieredckpt.errors import (
 from tieredckpt.memory_service_options import MEMORY_SERVICE_JOB
 from tieredckpt.resolve_step import Tier
 from tieredckpt.settings import DurableSettings
+from tieredckpt.step_inventory import StepInventory, StepStatus
 
 log = logging.getLogger(__name__)
 

@@ -6,14 +6,13 @@ Each simulated node has its own agent.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import shlex
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
-
-import msgspec
 
 from peerstore.client.agent_launcher import MAX_IDLE_S, connect_or_launch_agent, silence_of_agent
 from peerstore.client.store_client import Client
@@ -22,12 +21,11 @@ from peerstore.settings import AgentPaths
 from peerstore.shard_records import VersionId
 from peerstore.store.slot_metadata import jobs_in_directory
 from peerstore.transport.unix import connect_to_agent
-from tieredckpt.agent.agent_api import StepInventory
 from tieredckpt.agent.agent_client import NodeAgentClient, agent_command, agent_environment
 from tieredckpt.errors import TieredCheckpointError, TierUnavailableError
 from tieredckpt.memory_service_options import MEMORY_SERVICE_JOB
-from tieredckpt.resolve_step import resolve_step
 from tieredckpt.settings import Settings, override_settings, run_directory
+from tieredckpt.step_inventory import StepInventory
 
 log = logging.getLogger(__name__)
 
@@ -110,7 +108,7 @@ def settings_of_newest_agent(job: str, settings: Settings) -> Settings:
             found[place] = list_agent_steps(job, settings, place)
         except (PeerStoreError, TieredCheckpointError, OSError) as error:
             raise _unknown_steps(job, place, str(error)) from error
-    newest = newest_version(*found.values())
+    newest = _newest_version(found.values(), settings)
     if newest is None:
         return settings
     holder = next(place for place, survey in found.items() if newest in {view.version_id for view in survey.views})
@@ -134,7 +132,7 @@ def warn_of_steps_elsewhere(job: str, settings: Settings) -> None:
             log.warning("%s starts without a checkpoint. %s, and has %r in its memory", job, each.silence, job)
             continue
         try:
-            newest = newest_version(list_agent_steps(job, settings, place))
+            newest = _newest_version([list_agent_steps(job, settings, place)], settings)
         except (PeerStoreError, TieredCheckpointError, OSError) as error:
             log.info("%s: the steps in memory of the agent in %s are unknown: %s", job, place, error)
             continue
@@ -187,25 +185,10 @@ def list_agent_steps(job: str, settings: Settings, directory: Path) -> StepInven
         agent.close()
 
 
-def newest_version(*surveys: StepInventory) -> VersionId | None:
-    """Return the version that a restore without a step would choose from all inventories.
-
-    Return ``None`` if no version can be restored.
-    """
-    if not surveys:
-        return None
-    survey = surveys[0]
-    for other in surveys[1:]:
-        survey = merge_surveys(survey, other)
-    chosen = resolve_step(
-        [view.candidate for view in survey.views],
-        quarantined={view.version_id for view in survey.views if view.quarantined},
-        unreachable=survey.unreachable,
-        once_complete=survey.once_complete,
-        torn=survey.torn,
-        forgotten=survey.forgotten,
-    ).chosen
-    return None if chosen is None else chosen.version_id
+def _newest_version(inventories: Iterable[StepInventory], settings: Settings) -> VersionId | None:
+    """Return the version that a restore would choose from all inventories, or ``None``."""
+    merged = functools.reduce(StepInventory.merge, inventories, StepInventory(()))
+    return merged.choose(avoid_after=settings.memory.avoid_after_crashed_loads).version_id
 
 
 def _node_name(settings: Settings) -> str:
@@ -308,30 +291,4 @@ def _unknown_steps(job: str, directory: Path, reason: str) -> TierUnavailableErr
     return TierUnavailableError(
         f"{job}: {reason}. It has {job!r} in its memory, so the newest step is unknown. Let it continue, or run "
         f"`tieredckpt agent restart --dir {shlex.quote(str(directory))}`"
-    )
-
-
-def merge_surveys(a: StepInventory, b: StepInventory) -> StepInventory:
-    """Return the union of two inventories of one job."""
-    views = {view.version_id: view for view in a.views}
-    for other in b.views:
-        view = views.get(other.version_id)
-        if view is None:
-            views[other.version_id] = other
-            continue
-        views[other.version_id] = msgspec.structs.replace(
-            view,
-            durable=view.durable or other.durable,
-            quarantined=view.quarantined or other.quarantined,
-            kept=view.kept or other.kept,
-        )
-    return StepInventory(
-        tuple(views[group] for group in sorted(views)),
-        {**a.unreachable, **b.unreachable},
-        tuple(sorted({*a.plain, *b.plain})),
-        b.durable or a.durable,
-        max((survey.once_complete for survey in (a, b) if survey.once_complete is not None), default=None),
-        a.forgotten or b.forgotten,
-        tuple(sorted({*a.torn, *b.torn})),
-        (*a.unrecognized, *(slot for slot in b.unrecognized if slot not in a.unrecognized)),
     )

@@ -23,12 +23,12 @@ from tieredckpt.agent.agent_api import (
     ClusterStatus,
     PeerSource,
     ShardReplication,
-    StepStatus,
 )
 from tieredckpt.errors import CheckpointDamagedError
 from tieredckpt.format.manifest import ShardMeta, checked_layout, decode_meta, unpack_blob
 from tieredckpt.memory_service_options import REGISTRY_BLOB_PREFIX
 from tieredckpt.resolve_step import Tier
+from tieredckpt.step_inventory import StepStatus
 
 log = logging.getLogger(__name__)
 

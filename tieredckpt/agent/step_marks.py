@@ -11,8 +11,9 @@ from peerstore.message_codec import from_msgpack
 from peerstore.shard_records import ShardKey, ShardRecord, VersionId
 from peerstore.store.slot_metadata import BlobStore
 from peerstore.store.store_listener import StoreListener
-from tieredckpt.agent.agent_api import DAMAGED_BLOB_PREFIX, QUARANTINE_BLOB_PREFIX, StepStatus
+from tieredckpt.agent.agent_api import DAMAGED_BLOB_PREFIX, QUARANTINE_BLOB_PREFIX
 from tieredckpt.format import object_keys
+from tieredckpt.step_inventory import StepStatus
 
 log = logging.getLogger(__name__)
 

@@ -15,7 +15,6 @@ from peerstore.errors import ShardDamagedError, ShardNotFoundError
 from peerstore.message_codec import from_msgpack
 from peerstore.shard_records import NonNegativeInt
 from tieredckpt.agent.agent_api import NodeAgentAPI
-from tieredckpt.agent.local_agents import newest_version
 from tieredckpt.errors import CheckpointDamagedError
 
 STOPPED_STEP_BLOB = "stopped-step"
@@ -42,8 +41,11 @@ def record_stopped_step(agent: NodeAgentAPI, job: str, stopped: StoppedStep) -> 
     agent.store.blobs.put(job, STOPPED_STEP_BLOB, msgspec.msgpack.encode(stopped))
 
 
-def report_last_stop(agent: NodeAgentAPI, job: str) -> StopReport:
-    """Return the agent's record of the last stop and the newest versions in the tiers."""
+def report_last_stop(agent: NodeAgentAPI, job: str, *, avoid_after: int) -> StopReport:
+    """Return the agent's record of the last stop and the newest versions in the tiers.
+
+    A load avoids versions with ``avoid_after`` crashed loads.
+    """
     try:
         stopped = from_msgpack(agent.store.blobs.get(job, STOPPED_STEP_BLOB), StoppedStep)
     except ShardNotFoundError:
@@ -54,7 +56,7 @@ def report_last_stop(agent: NodeAgentAPI, job: str) -> StopReport:
             "restore, for example with elastic run --resume-from STEP"
         ) from error
     survey = agent.list_steps(job, fresh=True)
-    newest = newest_version(survey)
+    newest = survey.choose(avoid_after=avoid_after).version_id
     return StopReport(
         stopped,
         max((view.version_id.epoch for view in survey.views), default=0),

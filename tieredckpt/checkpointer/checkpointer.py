@@ -440,7 +440,8 @@ class Checkpointer:
     def _last_stop(self) -> ExpectedStep | None:
         """Return the step that the last run sealed at its graceful stop, or ``None``; all ranks agree."""
         self._saver.join(restoring=True)
-        mine = self._ranks.call_on_all(lambda: report_last_stop(self.session.agent, self._location.job))
+        agent, avoid_after = self.session.agent, self.session.settings.memory.avoid_after_crashed_loads
+        mine = self._ranks.call_on_all(lambda: report_last_stop(agent, self._location.job, avoid_after=avoid_after))
         answers = self._ranks.all_gather(msgspec.json.encode(mine).decode())
         reports = [from_json(answer, StopReport) for answer in answers]
         stopped = newest_stop(reports)

@@ -46,7 +46,6 @@ from tieredckpt.live.survivor_choice import (
     why_off,
 )
 from tieredckpt.live.survivor_state import Hydration, RetainedState, SurvivorState
-from tieredckpt.resolve_step import resolve_step
 from tieredckpt.restore.step_index import StepIndex
 from tieredckpt.settings import Settings, load_settings, override_settings
 from tieredckpt.tensors.state_dict import archive_object, dtype_name
@@ -195,14 +194,12 @@ def _choose(
 def _required_names(ckpt: Checkpointer) -> RequiredNames | None:
     """Return the names in the newest complete step, or ``None`` if no step is complete."""
     node, job = ckpt.session.agent, ckpt.session.job
-    seen = ckpt.session.list_steps(fresh=True)
-    bad = {view.version_id for view in seen.views if view.quarantined}
-    candidates = [view.candidate for view in seen.views]
-    chosen = resolve_step(candidates, quarantined=bad, unreachable=list(seen.unreachable)).chosen
-    if chosen is None:
+    loadable = ckpt.session.choose_step(ckpt.session.list_steps(fresh=True)).loadable
+    if not loadable:
         return None
-    step = StepIndex(node.steps.describe(job, chosen.version_id))
-    return RequiredNames(chosen.version_id.version, frozenset(step.tensors), frozenset(step.objects))
+    newest = loadable[0].version_id
+    step = StepIndex(node.steps.describe(job, newest))
+    return RequiredNames(newest.version, frozenset(step.tensors), frozenset(step.objects))
 
 
 def _settings_for(retained: RetainedState | None, peer: Mapping[str, Any]) -> Settings:

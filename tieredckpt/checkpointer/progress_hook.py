@@ -37,7 +37,6 @@ from tieredckpt.event_log.event_types import (
     SaveEvent,
     StageEvent,
 )
-from tieredckpt.resolve_step import Tier, resolve_step
 from tieredckpt.session.session import Session
 
 log = logging.getLogger(__name__)
@@ -188,13 +187,7 @@ def newest_complete_step(session: Session, *, ask: bool, fresh: bool = False) ->
     known = session.commits.newest_complete_step()
     if not ask or (known >= session.sealed_step and not fresh):
         return known
-    inventory = session.list_steps(fresh=fresh)
-    quarantined = [view.version_id for view in inventory.views if view.quarantined]
-    unreachable = tuple(tier for tier in Tier if tier in inventory.unreachable)
-    chosen = resolve_step(
-        [view.candidate for view in inventory.views], quarantined=quarantined, unreachable=unreachable
-    ).chosen
-    return known if chosen is None else max(known, chosen.version_id.version)
+    return max(known, session.choose_step(session.list_steps(fresh=fresh)).step)
 
 
 @dataclass

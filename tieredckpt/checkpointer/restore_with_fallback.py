@@ -25,6 +25,7 @@ from peerstore.message_codec import from_json
 from peerstore.shard_records import VersionId
 from peerstore.sizes_and_durations import show_size
 from tieredckpt.checkpointer.progress_hook import take_reached_step
+from tieredckpt.dcp.load_vote import LoadOutlook, common_error
 from tieredckpt.dcp.plain_checkpoints import plain_reader, plain_steps
 from tieredckpt.dcp.rank_group import RankGroup, unwrap_load_error
 from tieredckpt.dcp.restore_report import RestoreReport, abbreviate, describe_mismatches
@@ -44,6 +45,7 @@ from tieredckpt.errors import (
 )
 from tieredckpt.gc_pause import gc_paused
 from tieredckpt.live.survivor_state import Hydration, current_survivor_state, names_digest
+from tieredckpt.rank_error import RankError
 from tieredckpt.restore.filled_tensors import takes_over_in_place
 from tieredckpt.restore.live_state import RestoredState, top_level_name
 from tieredckpt.restore.load_planner import LazyStateMetadata, RestorePlanner
@@ -281,70 +283,47 @@ class CheckpointRestorer:
         return report
 
     def _wait_for_choice(self, reader: TieredReader) -> None:
-        """Run :meth:`_check_choice` until nodes with a restarting agent answer, or the attempts end."""
+        """Return if a step can be loaded, otherwise raise the same error on all ranks.
+
+        Nodes whose agent restarts are awaited until they answer or the attempts end.
+        """
         for tries in itertools.count(1):
-            unknown: TierUnavailableError | None = None
-            try:
-                self._check_choice(reader)
-            except TierUnavailableError as error:
-                unknown = error
-            proves = self._settings.memory.proof
-            why = "late" if deadlines.expired() else "awaited" if reader.peers_pending else ""
-            answers = [one.partition(" ") for one in self._ranks.all_gather(f"{why} {'' if proves else 'unproven'}")]
-            if proves and any(unproven for _, _, unproven in answers):
+            outlooks = self._gather_outlooks(reader)
+            error = common_error(self._job, [one.error.error() if one.error.message else None for one in outlooks])
+            if error is not None and not isinstance(error, TierUnavailableError):
+                raise error
+            if reader.settings.memory.proof and not all(one.proves for one in outlooks):
                 # The comparison has collectives, so all ranks take part in it or none.
                 log.warning("%s: some ranks have memory.proof=False, so no rank compares the restored state", self._job)
                 reader.settings = override_settings(reader.settings, memory={"proof": False})
-            reasons = [one for one, _, _ in answers]
-            if tries >= _MAX_TRIES or "late" in reasons or not any(reasons):
+            awaited = any(one.awaits_peers for one in outlooks) and not any(one.is_late for one in outlooks)
+            if tries >= _MAX_TRIES or not awaited:
                 break
             if tries == 1:
                 log.warning("%s: nodes that may have newer steps do not answer; waiting for them", self._job)
             time.sleep(deadlines.remaining_s(_POLL_S))
             reader.fresh = True
-        if unknown is not None:
-            raise unknown
+        if error is not None:
+            raise error
 
-    def _check_choice(self, reader: TieredReader) -> None:
-        """Return if a step can be loaded; otherwise raise the same kind of error on all ranks."""
+    def _gather_outlooks(self, reader: TieredReader) -> list[LoadOutlook]:
+        """Return what each rank could load."""
+        problem = RankError()
         try:
-            found: str = reader.describe_choice()
-        except CheckpointTornError as error:
-            found = f"torn {error}"
-        except CheckpointNotFoundError as error:
-            found = f"absent {error}"
-        except CheckpointDamagedError as error:
-            found = f"damaged {error}"
-        except CheckpointLostError as error:
-            found = f"lost {error}"
-        except FormatVersionError as error:
-            found = f"format {error}"
+            reader.check_choice()
+        except (
+            CheckpointDamagedError,
+            CheckpointLostError,
+            CheckpointNotFoundError,
+            FormatVersionError,
+            TierUnavailableError,
+        ) as error:
+            problem = RankError.of(error)
         except (TieredCheckpointError, PeerStoreError) as error:
-            found = f"unknown {error}"
-        answers = self._ranks.all_gather(found)
-        unknown = [answer for answer in answers if answer.startswith("unknown ")]
-        damaged = [answer for answer in answers if answer.startswith("damaged ")]
-        lost = [answer for answer in answers if answer.startswith("lost ")]
-        torn = [answer for answer in answers if answer.startswith("torn ")]
-        absent = [answer for answer in answers if answer.startswith(("absent ", "torn "))]
-        unread = [answer for answer in answers if answer.startswith("format ")]
-        if unread:
-            raise FormatVersionError(unread[0].removeprefix("format "))
-        if unknown:
-            raise TierUnavailableError(unknown[0].removeprefix("unknown "))
-        if damaged:
-            raise CheckpointDamagedError(damaged[0].removeprefix("damaged "))
-        if lost:
-            raise CheckpointLostError(lost[0].removeprefix("lost "))
-        if absent and len(absent) < len(answers):
-            raise TierUnavailableError(
-                f"{self._job}: {len(answers) - len(absent)} of {len(answers)} ranks reach a checkpoint, the "
-                f"others cannot: {absent[0].partition(' ')[2]}"
-            )
-        if torn:
-            raise CheckpointTornError(torn[0].removeprefix("torn "))
-        if absent:
-            raise CheckpointNotFoundError(absent[0].removeprefix("absent "))
+            problem = RankError.of(TierUnavailableError(str(error)))
+        mine = LoadOutlook(problem, deadlines.expired(), reader.peers_pending, self._settings.memory.proof)
+        answers = self._ranks.all_gather(msgspec.json.encode(mine).decode())
+        return [from_json(answer, LoadOutlook) for answer in answers]
 
     def restore_plain(self, state: StateDict, step: int | None) -> int:
         durable, job = self._settings.durable, self._job

@@ -10,10 +10,11 @@ from typing import Literal
 
 from peerstore.errors import PeerStoreError
 from peerstore.shard_records import ShardKey, VersionId
-from tieredckpt.agent.agent_api import ShardReplication, StepInventory
+from tieredckpt.agent.agent_api import ShardReplication
 from tieredckpt.errors import SaveFailedError, StoreBusyError, TierUnavailableError, UsageError
 from tieredckpt.session.save_job import SaveJob
 from tieredckpt.session.session import Session
+from tieredckpt.step_inventory import StepInventory
 
 _POLL_S = 1.0
 """Seconds between queries. A node chosen for a replica may leave, and then the wait must end."""

@@ -9,10 +9,11 @@ import msgspec
 from rich.table import Table
 
 from peerstore.sizes_and_durations import show_size
-from tieredckpt.agent.agent_api import ClusterNode, ClusterStatus, DrainStatus, StepInventory
+from tieredckpt.agent.agent_api import ClusterNode, ClusterStatus, DrainStatus
 from tieredckpt.agent.job_health import describe_protection
 from tieredckpt.cli.command_output import format_age, format_ranges, iso_time, literal, text_table
 from tieredckpt.resolve_step import Tier
+from tieredckpt.step_inventory import StepInventory
 from tieredckpt.whatif.redundancy import StepRedundancy, UnderReplicatedParts, node_share, unknown_nodes
 
 _COLOURS = {"alive": "green", "suspect": "yellow", "dead": "red", "stranger": "yellow"}

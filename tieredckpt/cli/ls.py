@@ -16,12 +16,12 @@ from rich.console import Console
 
 from peerstore.shard_records import VersionId
 from peerstore.sizes_and_durations import show_size
-from tieredckpt.agent.agent_api import DrainStatus, StepInventory, StepStatus
+from tieredckpt.agent.agent_api import DrainStatus
 from tieredckpt.cli.cluster_tables import STATES
 from tieredckpt.cli.command_output import CommandOutput, format_age, iso_time, literal, text_table
 from tieredckpt.cli.common_options import ANY_JOB, pass_output, settings_from_options, tier_options, with_exit_code_help
 from tieredckpt.cli.exit_codes import ExitCode
-from tieredckpt.cli.tier_client import TierClient, is_unclear, open_tier_client
+from tieredckpt.cli.tier_client import TierClient, open_tier_client
 from tieredckpt.durable.retrying_store import open_store
 from tieredckpt.errors import (
     CheckpointDamagedError,
@@ -35,6 +35,7 @@ from tieredckpt.format.manifest import UNKNOWN_PART_COUNT, Manifest
 from tieredckpt.location import Location, parse_location
 from tieredckpt.memory_service_options import MEMORY_SERVICE_JOB
 from tieredckpt.resolve_step import IncarnationBranches, LeftBehind, Tier, incomplete_state
+from tieredckpt.step_inventory import StepInventory, StepStatus
 
 _READERS = 8
 _MANIFEST = re.compile(r"([A-Za-z0-9._-]{1,128})/manifests/([0-9]{12,19})\..*\.manifest")
@@ -181,7 +182,7 @@ def _steps(screen: CommandOutput, client: TierClient, location: Location) -> Exi
         },
         lambda out: _show(out, location, survey, lines, plain),
     )
-    return ExitCode.UNAVAILABLE if is_unclear(survey) else ExitCode.OK
+    return ExitCode.UNAVAILABLE if survey.is_partial else ExitCode.OK
 
 
 def step_rows(client: TierClient, location: Location, survey: StepInventory) -> list[StepRow]:

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import click
 
-from tieredckpt.agent.agent_api import StepInventory, StepStatus
 from tieredckpt.cli.command_output import CommandOutput, literal
 from tieredckpt.cli.common_options import (
     parse_job_and_step,
@@ -20,6 +19,7 @@ from tieredckpt.cli.exit_codes import ExitCode
 from tieredckpt.cli.tier_client import TierClient, describe_other_branches, open_tier_client
 from tieredckpt.errors import UsageError
 from tieredckpt.location import Location
+from tieredckpt.step_inventory import StepInventory, StepStatus
 
 
 @with_exit_code_help

@@ -9,7 +9,6 @@ from typing import Any
 import click
 from rich.console import Console
 
-from tieredckpt.agent.agent_api import StepStatus
 from tieredckpt.cli.command_output import CommandOutput, literal
 from tieredckpt.cli.common_options import (
     parse_step_target,
@@ -23,6 +22,7 @@ from tieredckpt.cli.tier_client import TierClient, open_tier_client
 from tieredckpt.errors import UsageError
 from tieredckpt.format import object_keys
 from tieredckpt.location import Location
+from tieredckpt.step_inventory import StepStatus
 
 
 @with_exit_code_help

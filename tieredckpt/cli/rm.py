@@ -10,7 +10,6 @@ from typing import Any
 import click
 
 from peerstore.sizes_and_durations import show_size
-from tieredckpt.agent.agent_api import StepInventory, StepStatus
 from tieredckpt.agent.durable_catalog import delete_step
 from tieredckpt.agent.retention import require_no_revival
 from tieredckpt.cli.command_output import CommandOutput, literal, pluralized
@@ -29,6 +28,7 @@ from tieredckpt.cli.tier_client import TierClient, open_tier_client
 from tieredckpt.errors import CheckpointNotFoundError, TierUnavailableError, UsageError
 from tieredckpt.location import Location, parse_location
 from tieredckpt.resolve_step import Tier
+from tieredckpt.step_inventory import StepInventory, StepStatus
 
 
 @with_exit_code_help

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from peerstore.shard_records import ArenaStatus, JobStatus, StoreStatus
 from peerstore.sizes_and_durations import show_size
-from tieredckpt.agent.agent_api import ClusterStatus, StepInventory
+from tieredckpt.agent.agent_api import ClusterStatus
 from tieredckpt.agent.agent_client import NodeAgentClient
 from tieredckpt.cli.cluster_tables import (
     cluster_json,
@@ -30,9 +30,9 @@ from tieredckpt.cli.common_options import ANY_JOB, pass_output, settings_from_op
 from tieredckpt.cli.exit_codes import ExitCode
 from tieredckpt.cli.tier_client import TierClient, open_tier_client, require_agent, resolve_job_name
 from tieredckpt.resolve_step import Tier
+from tieredckpt.step_inventory import StepInventory
 from tieredckpt.whatif.redundancy import (
     StepRedundancy,
-    loadable_steps,
     newest_replicated,
     pending_drains,
     redundancy_by_step,
@@ -112,8 +112,9 @@ def _node(screen: CommandOutput, client: TierClient, only: str | None) -> ExitCo
     agent = require_agent(client)
     state = agent.store.status()
     jobs = [one for one in state.jobs if only in (None, one.job) and (only or one.versions or one.clients)]
+    avoid_after = client.settings.memory.avoid_after_crashed_loads
     with screen.spinner("looking at the jobs of this node"):
-        rows = [_job_json(agent, one) for one in jobs]
+        rows = [_job_json(agent, one, avoid_after) for one in jobs]
     damages = [f"{one.what}: {one.reason}" for one in state.damage_reports if only in (None, one.job)]
     unread = [f"{one.name}: {one.reason}" for one in state.unrecognized if only in (None, one.job)]
     problems = {"unsupported": unread, "damaged": damages}
@@ -137,14 +138,15 @@ def _upload_failed(row: Mapping[str, Any]) -> bool:
     return any(one["state"] == "failed" and one["step"] > done for one in row["pending"])
 
 
-def _job_json(agent: NodeAgentClient, state: JobStatus) -> dict[str, Any]:
+def _job_json(agent: NodeAgentClient, state: JobStatus, avoid_after: int) -> dict[str, Any]:
     survey, drains = agent.list_steps(state.job, fresh=True), agent.drain_status(state.job)
+    newest = survey.choose(avoid_after=avoid_after).step
     return {
         "job": state.job,
         "epoch": state.epoch,
         "processes": state.clients,
         "steps_in_memory": state.versions,
-        "newest_complete": max(loadable_steps(survey), default=None),
+        "newest_complete": newest if newest >= 0 else None,
         "newest_replicated": state.newest_replicated,
         "forgotten_in_s": state.expires_in_s,
         "drains": [drain_json(one) for one in drains],

@@ -16,20 +16,18 @@ from peerstore.shard_records import VersionId
 from peerstore.store.arena import MemfdArena
 from peerstore.store.node_store import NodeStore
 from peerstore.suggestions import did_you_mean
-from tieredckpt.agent.agent_api import StepDescription, StepInventory, StepStatus
+from tieredckpt.agent.agent_api import StepDescription
 from tieredckpt.agent.agent_client import NodeAgentClient
 from tieredckpt.agent.agent_service import NodeAgentService
 from tieredckpt.agent.durable_catalog import DurableCatalog
-from tieredckpt.agent.local_agents import describe_exited_agent, merge_surveys, start_command
+from tieredckpt.agent.local_agents import describe_exited_agent, start_command
 from tieredckpt.agent.peer_config import peer_transport
 from tieredckpt.cli.exit_codes import CommandError, ExitCode
 from tieredckpt.durable.object_store import ObjectStore
 from tieredckpt.durable.retrying_store import open_store
 from tieredckpt.errors import (
     CheckpointDamagedError,
-    CheckpointLostError,
     CheckpointNotFoundError,
-    CheckpointTornError,
     TieredCheckpointError,
     TierUnavailableError,
     UsageError,
@@ -38,9 +36,10 @@ from tieredckpt.format import object_keys
 from tieredckpt.format.manifest import ShardIndex
 from tieredckpt.location import Location, parse_location
 from tieredckpt.memory_service_options import MEMORY_SERVICE_JOB
-from tieredckpt.resolve_step import Tier, describe_forgotten, resolve_step, unrecognized_error
+from tieredckpt.resolve_step import Tier
 from tieredckpt.session.peer_reader import PeerReader
 from tieredckpt.settings import DurableSettings, Settings, override_settings
+from tieredckpt.step_inventory import LoadChoice, StepInventory, StepStatus
 
 _TIMEOUT_S = 5.0
 """Seconds to wait for the durable tier.
@@ -77,7 +76,7 @@ class TierClient:
         survey = self.agent.list_steps(job, fresh=True)
         durable = self._choose_durable(job, survey.durable)
         if durable.url and (survey.durable is None or durable.url != survey.durable.url):
-            return merge_surveys(without_durable_tier(survey), self._survey_directly(job))
+            return without_durable_tier(survey).merge(self._survey_directly(job))
         return survey
 
     def describe(self, job: str, group: VersionId) -> StepDescription:
@@ -102,37 +101,35 @@ class TierClient:
         return sorted(views, key=lambda view: (view.version_id.version, *view.version_id))
 
     def choose_attempt(self, location: Location, survey: StepInventory) -> StepStatus:
-        """Return the attempt that a load of ``location`` would use, or raise the reason why none is complete."""
-        bad = {view.version_id for view in survey.views if view.quarantined}
-        candidates = [view.candidate for view in survey.views if location.epoch in (None, view.version_id.epoch)]
-        if location.epoch is not None and not any(location.includes(one.version_id) for one in candidates):
-            raise self.not_found_error(location, survey)
-        found = resolve_step(
-            candidates,
-            step=location.step,
-            quarantined=bad if location.step is None else (),
-            unreachable=survey.unreachable,
-            once_complete=survey.once_complete,
-            torn=survey.torn,
-            forgotten=survey.forgotten,
-        )
-        if found.chosen is None:
-            if found.lost and not survey.unreachable:
-                raise CheckpointLostError(f"{location} was complete and has lost parts ({found.explain()})")
-            if found.damaged and not is_unclear(survey):
-                raise CheckpointDamagedError(f"{location} is damaged or quarantined ({found.explain()})")
-            if found.torn and not survey.unreachable:
-                raise CheckpointTornError(f"{location} was started and never completed ({found.explain()})")
-            raise self.not_found_error(location, survey, found.explain())
-        group = found.chosen.version_id
-        return next(view for view in survey.views if view.version_id == group)
+        """Return the attempt that a load of ``location`` would use, or raise the reason why none is complete.
 
-    def not_found_error(self, location: Location, survey: StepInventory, why: str = "") -> TieredCheckpointError:
+        A named step may be quarantined.
+        """
+        choice = self._choose(location, survey, allow_quarantined=location.step is not None)
+        if choice.plain is not None:
+            other = f", or name one of {location.job}'s own steps: tieredckpt ls {location.job}" if survey.views else ""
+            raise UsageError(
+                f"The newest step of {location} is {choice.plain}, a plain checkpoint that this command does not read. "
+                f"Use DCP's own reader{other}"
+            )
+        if choice.version_id is None:
+            raise self.not_found_error(location, survey)
+        return next(view for view in survey.views if view.version_id == choice.version_id)
+
+    def not_found_error(self, location: Location, survey: StepInventory) -> TieredCheckpointError:
         """Return the error for a step that was not found. It suggests a job if the name is misspelled."""
-        error = step_not_found_error(location, survey, why)
+        error = self._choose(location, survey).error(location, advice="")
         if survey.views or self.agent is None or not isinstance(error, CheckpointNotFoundError):
             return error
         return CheckpointNotFoundError(f"{error}.{meant}") if (meant := _suggest_job(self, location.job)) else error
+
+    def _choose(self, location: Location, survey: StepInventory, *, allow_quarantined: bool = False) -> LoadChoice:
+        return survey.choose(
+            location.step,
+            location.epoch,
+            avoid_after=self.settings.memory.avoid_after_crashed_loads,
+            allow_quarantined=allow_quarantined,
+        )
 
     def with_quarantine_reason(self, job: str, view: StepStatus) -> StepStatus:
         """Return ``view`` with the reason in its durable quarantine mark, if that can be read."""
@@ -271,43 +268,6 @@ def open_tier_client(settings: Settings, *, memory: bool = True) -> Iterator[Tie
         client = TierClient(settings, agent, why, direct, agent_advice=advice)
         cleanup.callback(client.close)
         yield client
-
-
-def is_unclear(survey: StepInventory) -> bool:
-    """Return whether other nodes or the durable tier did not answer, so more steps may exist."""
-    return not survey.unreachable.keys().isdisjoint((Tier.PEER, Tier.DURABLE))
-
-
-def step_not_found_error(location: Location, survey: StepInventory, why: str = "") -> TieredCheckpointError:
-    """Return the error for a step that was not found.
-
-    It is absent only if the other nodes and the durable tier answered.
-    """
-    epochs = sorted({view.version_id.epoch for view in survey.views if view.version_id.version == location.step})
-    if location.epoch is not None and epochs:
-        why = f"{list_epochs(epochs)} saved step {location.step}"
-    about = f" ({why})" if why else ""
-    unreachable_tiers = "; ".join(f"{tier.value} tier: {text}" for tier, text in survey.unreachable.items())
-    if is_unclear(survey):
-        return TierUnavailableError(f"{location} was not found in the tiers that answered{about}. {unreachable_tiers}")
-    problem = unrecognized_error(location.job, survey.unrecognized, step=location.step)
-    if problem is not None:
-        return problem
-    if survey.forgotten is not None and survey.forgotten.newest_committed.version >= (location.step or 0):
-        return CheckpointLostError(f"{location} no longer exists: {describe_forgotten(survey.forgotten)}")
-    known = survey.once_complete
-    if known is not None and location.includes(known):
-        return CheckpointLostError(
-            f"step {known.version} of {location.job} was complete, and no node has any part of it now"
-        )
-    torn = [group.version for group in survey.torn if location.includes(group)]
-    if torn:
-        return CheckpointTornError(
-            f"there is no {location}: a rank aborted its part of step {max(torn)}, and the other parts were discarded"
-        )
-    return CheckpointNotFoundError(
-        f"there is no {location}{about}" + (f". {unreachable_tiers}" if unreachable_tiers else "")
-    )
 
 
 def list_epochs(epochs: Sequence[int]) -> str:

@@ -24,7 +24,7 @@ from rich.text import Text
 from peerstore.errors import PeerStoreError
 from peerstore.shard_records import StoreStatus, VersionId
 from peerstore.sizes_and_durations import show_seconds, show_size
-from tieredckpt.agent.agent_api import ClusterNode, ClusterStatus, DrainStatus, StepInventory
+from tieredckpt.agent.agent_api import ClusterNode, ClusterStatus, DrainStatus
 from tieredckpt.agent.agent_client import NodeAgentClient
 from tieredckpt.cli.cluster_tables import (
     cluster_json,
@@ -42,6 +42,7 @@ from tieredckpt.cli.common_options import ANY_JOB, pass_output, settings_from_op
 from tieredckpt.cli.exit_codes import ExitCode
 from tieredckpt.cli.tier_client import open_tier_client, require_agent, resolve_job_name
 from tieredckpt.errors import TieredCheckpointError
+from tieredckpt.step_inventory import StepInventory
 from tieredckpt.whatif.redundancy import (
     StepRedundancy,
     newest_replicated,

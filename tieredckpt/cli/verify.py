@@ -15,19 +15,20 @@ from peerstore.errors import PeerStoreError, ShardDamagedError, ShardNotFoundErr
 from peerstore.membership.topology import PeerNode
 from peerstore.shard_records import CHUNK_BYTES, ShardInfo, VersionId
 from peerstore.sizes_and_durations import show_size
-from tieredckpt.agent.agent_api import ClusterStatus, PeerSource, StepStatus
+from tieredckpt.agent.agent_api import ClusterStatus, PeerSource
 from tieredckpt.agent.agent_client import NodeAgentClient
 from tieredckpt.cli.cluster_tables import unreachable_lines
 from tieredckpt.cli.command_output import AdvanceProgress, CommandOutput, literal, text_table
 from tieredckpt.cli.common_options import pass_output, settings_from_options, tier_options, with_exit_code_help
 from tieredckpt.cli.exit_codes import ExitCode, worst_exit_code
-from tieredckpt.cli.tier_client import TierClient, is_unclear, open_tier_client
+from tieredckpt.cli.tier_client import TierClient, open_tier_client
 from tieredckpt.durable.object_store import ObjectNotFoundError
 from tieredckpt.errors import CheckpointDamagedError, DurableRefusedError, TierUnavailableError
 from tieredckpt.format.manifest import Manifest, ShardIndex
 from tieredckpt.location import Location, parse_location
 from tieredckpt.resolve_step import Tier
 from tieredckpt.restore.verified_reads import damaged_chunks
+from tieredckpt.step_inventory import StepStatus
 from tieredckpt.whatif.redundancy import unknown_nodes
 
 _SHOWN_CHUNKS = 16
@@ -89,7 +90,7 @@ def verify_command(screen: CommandOutput, target: str, agent_dir: Path | None, d
     silent = {} if cluster is None else unknown_nodes(cluster)
     problems = {tier.value: text for tier, text in survey.unreachable.items()}
     codes = [check.result for check in checks]
-    if is_unclear(survey) or silent or not checks:
+    if survey.is_partial or silent or not checks:
         codes.append(ExitCode.UNAVAILABLE)
     code = worst_exit_code(codes)
     value = {

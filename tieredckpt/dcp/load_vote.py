@@ -1,24 +1,24 @@
-"""The ranks' vote on the step to load, and the error if there is no such step."""
+"""The ranks' vote on the step to load, and their common error without such a step."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import msgspec
+
 from peerstore.shard_records import VersionId
 from tieredckpt.errors import (
     CheckpointDamagedError,
     CheckpointLostError,
-    CheckpointNotFoundError,
     CheckpointTornError,
+    FormatVersionError,
     TieredCheckpointError,
     TierUnavailableError,
 )
 from tieredckpt.location import Location
-from tieredckpt.resolve_step import Resolution, elect_step
-
-DOCTOR_HINT = "`tieredckpt doctor` checks the store from this node"
-START_FRESH_HINT = "To start from nothing on purpose: restore(..., on_lost='start_fresh'), or another job name"
+from tieredckpt.rank_error import RankError
+from tieredckpt.resolve_step import elect_step
 
 
 @dataclass(frozen=True)
@@ -54,32 +54,29 @@ def elect(votes: Sequence[LoadVote], location: Location) -> VersionId:
     return chosen
 
 
-def no_step_error(location: Location, resolution: Resolution) -> TieredCheckpointError:
-    """Return the error for no step to load, with a type for each reason."""
-    if resolution.unreachable:
+class LoadOutlook(msgspec.Struct, frozen=True):
+    """Outlook of one rank before a restore, as sent to the other ranks."""
+
+    error: RankError = RankError()
+    """Error of this rank; its message is empty if the rank can load a step."""
+    is_late: bool = False
+    """Whether its deadline has passed."""
+    awaits_peers: bool = False
+    """Whether it found no step or an old one because nodes do not answer."""
+    proves: bool = True
+    """Whether it compares the restored state with the saved one."""
+
+
+def common_error(job: str, errors: Sequence[TieredCheckpointError | None]) -> TieredCheckpointError | None:
+    """Return the error that all ranks raise, or ``None`` if every rank can load a step."""
+    for kind in (FormatVersionError, TierUnavailableError, CheckpointDamagedError, CheckpointLostError):
+        first = next((error for error in errors if isinstance(error, kind)), None)
+        if first is not None:
+            return first
+    absent = [error for error in errors if error is not None]
+    if absent and len(absent) < len(errors):
         return TierUnavailableError(
-            f"{location}: the tiers that answered have no step to load, and the {', '.join(resolution.unreachable)} "
-            f"tier is unavailable. Whether a checkpoint exists is unknown ({resolution.explain()}). {DOCTOR_HINT}"
+            f"{job}: {len(errors) - len(absent)} of {len(errors)} ranks reach a checkpoint, the others cannot: "
+            f"{absent[0]}"
         )
-    purpose = f"To list the steps: tieredckpt ls {location.job}. {START_FRESH_HINT}"
-    if resolution.damaged:
-        return CheckpointDamagedError(
-            f"{location}: checkpoints exist, but none of them can be used ({resolution.explain()}). {purpose}"
-        )
-    if resolution.lost:
-        return CheckpointLostError(
-            f"{location}: steps were complete, but the nodes that answer lack parts of each "
-            f"({resolution.explain()}). Restart the missing nodes. {purpose}"
-        )
-    if resolution.forgotten is not None:
-        return CheckpointLostError(
-            f"{location}: {resolution.explain()}. A durable tier (durable=, durable.url) keeps steps beyond that. "
-            f"{START_FRESH_HINT}"
-        )
-    if resolution.torn:
-        return CheckpointTornError(
-            f"{location}: step {resolution.torn[-1].version} was started and never completed, as far as the tiers know "
-            f"({resolution.explain()}). The missing parts were not sealed before their ranks ended, or are on nodes "
-            f"that have left the job. To list the steps: tieredckpt ls {location.job}"
-        )
-    return CheckpointNotFoundError(f"{location}: no complete step to load ({resolution.explain()})")
+    return next((error for error in absent if isinstance(error, CheckpointTornError)), next(iter(absent), None))

@@ -15,7 +15,7 @@ import os
 import secrets
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 from torch.distributed.checkpoint.metadata import Metadata
@@ -27,7 +27,7 @@ from peerstore import deadlines
 from peerstore.failpoints import failpoint
 from peerstore.shard_records import VersionId
 from tieredckpt.agent.agent_api import StateNames
-from tieredckpt.dcp.load_vote import DOCTOR_HINT, START_FRESH_HINT, LoadDecision, LoadVote, elect, no_step_error
+from tieredckpt.dcp.load_vote import LoadDecision, LoadVote, elect
 from tieredckpt.dcp.plain_checkpoints import plain_reader, plain_steps
 from tieredckpt.dcp.rank_group import PlanMessage, clear_plan_messages, received_plan_messages
 from tieredckpt.dcp.restore_report import RestoreReport, abbreviate, describe_mismatches, describe_newer_steps
@@ -48,16 +48,7 @@ from tieredckpt.format.shard_layout import check_nested_paths
 from tieredckpt.format.slice_boxes import Box
 from tieredckpt.gc_pause import gc_paused
 from tieredckpt.location import Location, location_at_step, location_for_checkpoint_id, parse_location
-from tieredckpt.resolve_step import (
-    Candidate,
-    Resolution,
-    StepVerdict,
-    Tier,
-    describe_forgotten,
-    newer_steps,
-    resolve_step,
-    unrecognized_error,
-)
+from tieredckpt.resolve_step import Candidate, StepVerdict, Tier, describe_forgotten, newer_steps
 from tieredckpt.restore.load_planner import LazyStateMetadata
 from tieredckpt.restore.proof import LoadEvidence, RestoreProof, RestoreProver, load_planner_is_transparent
 from tieredckpt.restore.read_executor import ReadExecutor, read_item_box
@@ -65,6 +56,7 @@ from tieredckpt.restore.step_index import RankReadPlan
 from tieredckpt.restore.verified_reads import PinnedShards, ReadMismatchError, ShardCheck
 from tieredckpt.session.session import Session, open_session
 from tieredckpt.settings import Settings, load_settings, override_settings
+from tieredckpt.step_inventory import DOCTOR_HINT, LoadChoice, StepInventory
 from tieredckpt.tensors.state_dict import dtype_from_name
 
 log = logging.getLogger(__name__)
@@ -108,13 +100,11 @@ class TieredReader(StorageReader):
         self._steps: dict[VersionId, RankReadPlan] = {}
         self._unreadable: defaultdict[VersionId, set[int]] = defaultdict(set)
         """Parts in this node's memory that it cannot read for now."""
-        self._newer_format_error: TieredCheckpointError | None = None
-        """Error for newer steps in a format that this release cannot read."""
         self._undescribed: dict[VersionId, Exception] = {}
         self._order: list[Candidate] = []
         self._usable: list[Candidate] = []
         """Usable complete steps of all branches from the last list of steps."""
-        self._reluctant: dict[VersionId, int] = {}
+        self._avoided: Mapping[VersionId, int] = {}
         """Number of crashed loads on this node of steps that are avoided for it."""
         self._described_step = -1
         self._refused: list[str] = []
@@ -143,7 +133,7 @@ class TieredReader(StorageReader):
         self.selective_prefixes: tuple[str, ...] = ()
         """Prefixes of parts of the state that select their entries, for which ``strict`` does not apply."""
         self.peers_pending = False
-        """Whether :meth:`describe_choice` found an old step because nodes with newer ones do not answer."""
+        """Whether :meth:`check_choice` found an old step because nodes with newer ones do not answer."""
         self.defers_proof = False
         """Whether the caller compares the live state with :attr:`evidence`, instead of the targets here."""
         self.verifies_while_reading = False
@@ -312,79 +302,38 @@ class TieredReader(StorageReader):
             log.error("step %d of %s cannot be used: %s", number, self._location.job, error)
             self.failed[step] = f"step {number}: {error}"
 
-    def _exhausted_error(self, resolution: Resolution) -> TieredCheckpointError:
-        if self.failed and not resolution.unreachable:
-            return CheckpointDamagedError(
-                f"no step of {self._location} can be used: {'; '.join(self.failed.values())}. {START_FRESH_HINT}"
-            )
-        return no_step_error(self._location, resolution)
+    def check_choice(self) -> LoadChoice:
+        """Return the step that a load would take; raise without such a step."""
+        choice = self._list_choices()
+        known, version_id = choice.resolution.newest_known_complete, choice.version_id
+        found_all = version_id is not None and (known is None or version_id >= known)
+        self.peers_pending = not found_all and choice.resolution.unreachable == (Tier.PEER,)
+        if choice.step < 0:
+            raise choice.error(self._location, failed=self.failed.values())
+        return choice
 
-    def describe_choice(self) -> str:
-        """Return a description of the step that a load would choose; raise if no step can be loaded."""
-        resolution, plain = self._list_choices()
-        chosen, known = resolution.chosen, resolution.newest_known_complete
-        found_all = chosen is not None and (known is None or chosen.version_id >= known)
-        self.peers_pending = not found_all and resolution.unreachable == (Tier.PEER,)
-        if plain is not None:
-            return f"step {plain} (plain)"
-        if resolution.chosen is None:
-            raise self._exhausted_error(resolution)
-        return f"step {resolution.chosen.version_id.version}"
-
-    def _list_choices(self) -> tuple[Resolution, int | None]:
-        """Return the resolution of the steps that this node sees, and a newer plain checkpoint if any."""
-        job, step = self._location.job, self._location.step
-        if not self.settings.enabled:
-            return Resolution(None, {}), self._newest_plain(plain_steps(self.settings.durable, job))
-        inventory = self.session.list_steps(fresh=self.fresh, patience_s=_REBUILD_S)
-        epoch = self._location.epoch if self.epoch is None else self.epoch
-        candidates = [view.candidate for view in inventory.views]
-        unusable = {view.version_id for view in inventory.views if view.quarantined or view.version_id in self.failed}
-        limit = self.settings.memory.avoid_after_crashed_loads
-        crashed = {
-            view.version_id: view.crashed_loads for view in inventory.views if limit and view.crashed_loads >= limit
-        }
-        self._reluctant = crashed if step is None else {}
-        usable = (
-            view
+    def _list_choices(self) -> LoadChoice:
+        """List the steps that this node sees, and return the choice among them."""
+        step, epoch = self._location.step, self._location.epoch if self.epoch is None else self.epoch
+        if self.settings.enabled:
+            inventory = self.session.list_steps(fresh=self.fresh, patience_s=_REBUILD_S)
+        else:
+            inventory = StepInventory((), plain=tuple(plain_steps(self.settings.durable, self._location.job)))
+        choice = inventory.choose(
+            step, epoch, avoid_after=self.settings.memory.avoid_after_crashed_loads, failed=self.failed
+        )
+        self._avoided = choice.avoided
+        self._usable = [
+            view.candidate
             for view in inventory.views
-            if view.version_id not in unusable and view.version_id not in self._reluctant
-        )
-        self._usable = [view.candidate for view in usable]
-        found = resolve_step(
-            candidates,
-            step=step,
-            epoch=epoch,
-            quarantined=unusable,
-            reluctant=self._reluctant,
-            unreachable=inventory.unreachable,
-            once_complete=inventory.once_complete,
-            torn=inventory.torn,
-            forgotten=inventory.forgotten,
-        )
-        plain = self._newest_plain(inventory.plain) if epoch is None else None
-        newest = max(
-            found.chosen.version_id.version if found.chosen is not None else -1, -1 if plain is None else plain
-        )
-        slots = (one for one in inventory.unrecognized if epoch is None or one.key is None or one.key.epoch == epoch)
-        problem = unrecognized_error(job, slots, candidates, newest=newest, step=step, quarantined=unusable)
-        if problem is not None and newest < 0:
-            raise problem
-        self._newer_format_error = problem
-        if plain is not None and (found.chosen is None or found.chosen.version_id.version < plain):
-            return found, plain
-        if plain is not None and self.tries_one_kind:
-            newer = tuple(one for one in found.alternatives if one.version_id.version >= plain)
-            return dataclasses.replace(found, alternatives=newer), None
-        return found, None
-
-    def _newest_plain(self, steps: Iterable[int]) -> int | None:
-        step = self._location.step
-        return max((one for one in steps if step in (None, one) and one not in self.failed), default=None)
+            if not (view.quarantined or view.version_id in self.failed or view.version_id in self._avoided)
+        ]
+        return choice
 
     def _choose(self) -> RankReadPlan | None:
         """Return the step that this rank prefers; ``None`` for a plain checkpoint."""
-        resolution, plain = self._list_choices()
+        choice = self._list_choices()
+        resolution, plain = choice.resolution, choice.plain
         self._unpin()
         self._steps.clear()
         self._unreadable.clear()
@@ -402,7 +351,7 @@ class TieredReader(StorageReader):
             self._plain = plain, self._plain_readers[plain]
             return None
         if resolution.chosen is None:
-            raise self._exhausted_error(resolution)
+            raise choice.error(self._location, failed=self.failed.values())
         for tier in resolution.unreachable:
             why, newest = resolution.reasons.get(tier, "no answer"), resolution.chosen.version_id.version
             log.warning(
@@ -412,20 +361,21 @@ class TieredReader(StorageReader):
         for group in resolution.lost:
             if group.version > resolution.chosen.version_id.version and not resolution.unreachable:
                 self._refuse(group, CheckpointLostError(resolution.describe(group)))
-        if self._newer_format_error is not None:
-            log.error("%s; step %d is restored", self._newer_format_error, resolution.chosen.version_id.version)
-            self._refused.append(str(self._newer_format_error))
+        if choice.unreadable is not None:
+            log.error("%s; step %d is restored", choice.unreadable, resolution.chosen.version_id.version)
+            self._refused.append(str(choice.unreadable))
         forgotten = resolution.forgotten
         if forgotten is not None and forgotten.newest_committed.version > resolution.chosen.version_id.version:
             self._refuse(forgotten.newest_committed, CheckpointLostError(describe_forgotten(forgotten)))
-        self._order = [resolution.chosen, *resolution.alternatives][:_MAX_VOTES]
+        oldest = choice.newest_plain if self.tries_one_kind and choice.newest_plain is not None else -1
+        self._order = [one for one in choice.loadable if one.version_id.version >= oldest][:_MAX_VOTES]
         for group, verdict in resolution.verdicts.items():
             if verdict is StepVerdict.AVOIDED:
                 log.warning(
                     "%s: step %d is passed over: the last %d loads of it ended their process on this node. Step %d is "
                     "taken instead. Name the step to load it all the same; tieredckpt quarantine %s/step-%d --lift, or "
                     "an hour without such an end, has it taken again",
-                    *(self._location.job, group.version, self._reluctant[group], resolution.chosen.version_id.version),
+                    *(self._location.job, group.version, self._avoided[group], resolution.chosen.version_id.version),
                     *(self._location.job, group.version),
                 )
         for candidate in self._order:
@@ -460,7 +410,7 @@ class TieredReader(StorageReader):
             elif self._verify(group, needs, objects, by_agent=not self.verifies_while_reading):
                 offered.append(group)
         failpoint("load.voted")
-        return LoadVote(tuple(offered), tuple(self._refused), tuple(self._reluctant))
+        return LoadVote(tuple(offered), tuple(self._refused), tuple(self._avoided))
 
     def _verify(
         self, group: VersionId, needs: Sequence[tuple[str, Box]], objects: Sequence[str], *, by_agent: bool

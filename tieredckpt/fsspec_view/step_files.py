@@ -14,6 +14,7 @@ import contextlib
 import dataclasses
 import io
 import itertools
+import logging
 import os
 import pickle
 import struct
@@ -39,8 +40,7 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 
 from peerstore.errors import ArenaBusyError, PeerStoreError, UnavailableError
 from peerstore.shard_records import Lease, VersionId
-from tieredckpt.agent.agent_api import LAYOUT_BLOB_PREFIX, TABLE_BLOB_PREFIX, StepInventory, StepStatus
-from tieredckpt.dcp.load_vote import no_step_error
+from tieredckpt.agent.agent_api import LAYOUT_BLOB_PREFIX, TABLE_BLOB_PREFIX
 from tieredckpt.dcp.rank_group import dcp_call_world_size
 from tieredckpt.dcp.tiered_writer import TieredWriter, dcp_storage_meta
 from tieredckpt.errors import (
@@ -56,12 +56,14 @@ from tieredckpt.export.step_source import StepSource, without_torch_warnings
 from tieredckpt.format.manifest import ShardMeta, StateTable, encode_meta, encode_table, pack_blob
 from tieredckpt.format.shard_layout import OBJECT_ITEM, ItemEntry, Layout, TensorEntry, encode_layout
 from tieredckpt.location import Location, parse_location
-from tieredckpt.resolve_step import resolve_step
 from tieredckpt.restore.step_index import ByteRange, StepIndex
 from tieredckpt.session.session import Session, open_session
 from tieredckpt.settings import load_settings
+from tieredckpt.step_inventory import StepInventory, StepStatus
 from tieredckpt.tensors.safe_objects import load_dcp_metadata
 from tieredckpt.tensors.state_dict import dtype_from_name
+
+log = logging.getLogger(__name__)
 
 _CACHED_STEPS = 4
 _FRESH_S = 5.0
@@ -224,11 +226,10 @@ class JobStepFiles:
 
     def steps(self) -> list[int]:
         """Return the steps that a load can choose, oldest first. Steps of other branches are skipped."""
-        seen = self._survey()
-        quarantined = {view.version_id for view in seen.views if view.quarantined}
-        found = resolve_step([view.candidate for view in seen.views], quarantined=quarantined)
-        left = (*found.alternatives, *([] if found.chosen is None else [found.chosen]))
-        return sorted({candidate.version_id.version for candidate in left})
+        choice = self.session.choose_step(self._survey())
+        if choice.plain is not None:
+            log.warning("%s: the plain checkpoint of step %d is newer than the files listed", self.job, choice.plain)
+        return sorted({one.version_id.version for one in choice.loadable})
 
     def find(self, step: int) -> StepAsFiles | None:
         """Return the files of a complete step. ``None``: the step does not exist."""
@@ -280,18 +281,10 @@ class JobStepFiles:
     def _chosen_status(self, step: int) -> StepStatus:
         """Return the attempt at ``step`` that a load would choose. Raise if none exists."""
         seen = self._survey()
-        found = resolve_step(
-            [view.candidate for view in seen.views],
-            step=step,
-            quarantined={view.version_id for view in seen.views if view.quarantined},
-            unreachable=seen.unreachable,
-            once_complete=seen.once_complete,
-            torn=seen.torn,
-        )
-        if found.chosen is None:
-            raise no_step_error(Location(parse_location(self.job).job, step), found)
-        group = found.chosen.version_id
-        return next(view for view in seen.views if view.version_id == group)
+        choice = self.session.choose_step(seen, step)
+        if choice.version_id is None:
+            raise choice.error(Location(parse_location(self.job).job, step))
+        return next(view for view in seen.views if view.version_id == choice.version_id)
 
     def _described(self, group: VersionId, *, fresh: bool = True) -> _Seen:
         """Return the description of a step. Unless ``fresh``, it may be up to ``_FRESH_S`` seconds old."""

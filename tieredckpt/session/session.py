@@ -21,7 +21,6 @@ from tieredckpt.agent.agent_api import (
     TABLE_BLOB_PREFIX,
     NodeAgentAPI,
     ProtectionStatus,
-    StepInventory,
 )
 from tieredckpt.agent.agent_client import NodeAgentClient
 from tieredckpt.agent.local_agents import settings_of_newest_agent
@@ -29,7 +28,6 @@ from tieredckpt.agent.peer_config import peer_transport
 from tieredckpt.errors import SaveFailedError, TieredCheckpointError, TierUnavailableError, UsageError
 from tieredckpt.format.manifest import ShardMeta, StateTable, encode_meta, encode_table
 from tieredckpt.format.shard_layout import encode_layout
-from tieredckpt.resolve_step import resolve_step
 from tieredckpt.session.agent_registration import AgentRegistration
 from tieredckpt.session.agent_reports import CommitReporter, LoadReporter
 from tieredckpt.session.durable_tier import DurableTier
@@ -38,6 +36,7 @@ from tieredckpt.session.peer_reader import PeerReader
 from tieredckpt.session.save_plan import PlanCache
 from tieredckpt.session.slot_pool import SlotPool, StagedShard
 from tieredckpt.settings import Settings, copy_thread_count
+from tieredckpt.step_inventory import LoadChoice, StepInventory
 from tieredckpt.tensors.finite_check import FiniteChecker
 from tieredckpt.tensors.slot_copy import Copier
 
@@ -224,6 +223,10 @@ class Session:
             if (store.arena_id, store.start_id) == start:
                 return inventory
 
+    def choose_step(self, inventory: StepInventory, step: int | None = None) -> LoadChoice:
+        """Return the step that a load takes from ``inventory``: the newest one, or ``step``."""
+        return inventory.choose(step, avoid_after=self.settings.memory.avoid_after_crashed_loads)
+
     def check_step_order(self, step: int) -> None:
         """Raise :class:`UsageError` if a restore would prefer an existing step to ``step``.
 
@@ -236,7 +239,7 @@ class Session:
                 "restore would pass over it. Number the steps upwards, restore an earlier step first, or use another "
                 "job name"
             )
-        if newest is None and (found := _newest_loadable(self._inventory)) > step:
+        if newest is None and self._inventory is not None and (found := self.choose_step(self._inventory).step) > step:
             raise UsageError(
                 f"Step {step} of job {self.job!r} is behind step {found} of an earlier run, and nothing was restored. "
                 "Restore before the first save to continue that run (Checkpointer.restore, or dcp.load with a "
@@ -352,14 +355,3 @@ class Session:
         self.peers.close()
         self.durable.close()
         self.agent.close()
-
-
-def _newest_loadable(inventory: StepInventory | None) -> int:
-    """Return the step that a restore would load; -1 for none."""
-    if inventory is None:
-        return -1
-    quarantined = [view.version_id for view in inventory.views if view.quarantined]
-    chosen = resolve_step(
-        [view.candidate for view in inventory.views], quarantined=quarantined, torn=inventory.torn
-    ).chosen
-    return max([-1 if chosen is None else chosen.version_id.version, *inventory.plain])

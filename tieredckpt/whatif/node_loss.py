@@ -11,9 +11,10 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 from peerstore.membership.topology import member_list
 from peerstore.shard_records import VersionId
-from tieredckpt.agent.agent_api import ClusterStatus, StepInventory, StepStatus
+from tieredckpt.agent.agent_api import ClusterStatus
 from tieredckpt.format.manifest import UNKNOWN_PART_COUNT
 from tieredckpt.resolve_step import Candidate, Resolution, StepVerdict, Tier, resolve_step
+from tieredckpt.step_inventory import StepInventory, StepStatus
 from tieredckpt.whatif.redundancy import (
     FailureDomain,
     HeldStep,

@@ -8,10 +8,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from peerstore.shard_records import ShardInfo, VersionId
-from tieredckpt.agent.agent_api import ClusterNode, ClusterStatus, DrainStatus, StepInventory, StepStatus
+from tieredckpt.agent.agent_api import ClusterNode, ClusterStatus, DrainStatus
 from tieredckpt.errors import CheckpointDamagedError, UsageError
 from tieredckpt.format.manifest import UNKNOWN_PART_COUNT, decode_meta
 from tieredckpt.resolve_step import Resolution, incomplete_state
+from tieredckpt.step_inventory import StepInventory, StepStatus
 
 NODE_LEVEL = "node"
 _MAX_NAMES = 12
@@ -329,11 +330,6 @@ def node_share(node: ClusterNode) -> NodeShare:
     own = sum(fact.size_bytes for fact in node.shards if not fact.holders)
     copied = sum(fact.size_bytes for fact in node.shards if fact.holders)
     return NodeShare(len({fact.key.version_id for fact in node.shards}), len(node.shards), own, copied)
-
-
-def loadable_steps(survey: StepInventory) -> list[int]:
-    """Return the steps that a load could use, in any tier."""
-    return sorted({one.version_id.version for one in survey.views if one.candidate.is_complete and not one.quarantined})
 
 
 class ResumeOutlook(str, enum.Enum):

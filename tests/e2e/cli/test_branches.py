@@ -74,7 +74,7 @@ def test_commands_say_which_epoch_they_choose(cli, branched_job, tmp_path):
     assert "EPOCH" in cli("verify", "branched/step-3").out
     said = cli("inspect", "branched/step-3@7")
     assert said.code == 3
-    assert f"epochs {left}, {current} saved step 3" in " ".join(said.err.split())
+    assert f"3@{left}, 3@{current}" in " ".join(said.err.split())
 
 
 def test_reader_loads_the_epoch_of_its_url(cli, branched_job):

@@ -80,7 +80,9 @@ def test_exit_codes_of_a_real_process(job):
     missing = run_command("ls", "nothing")
     assert missing.returncode == 3
     assert missing.stdout == ""
-    assert missing.stderr.startswith("tieredckpt: there is no tiered://nothing")
+    assert missing.stderr.startswith(
+        "tieredckpt: tiered://nothing: no complete step to load (nothing is saved in any tier)"
+    )
     wrong = run_command("ls", "--wrong")
     assert wrong.returncode == 2
     assert "No such option" in wrong.stderr

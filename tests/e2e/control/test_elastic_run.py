@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import signal
 
@@ -10,6 +11,7 @@ import pytest
 from peerstore.daemon_process import process_start_time
 from tests.support.elastic_runs import ElasticRun, elastic_job, kill
 from tests.support.local_nodes import wait_until
+from tieredckpt.cli.exit_codes import ExitCode
 
 pytestmark = pytest.mark.e2e
 
@@ -69,6 +71,21 @@ def test_a_node_joins_a_job_that_runs(job: ElasticRun) -> None:
     job.wait_world(1, after=world[0]["epoch"])
     job.finish()
     assert job.wait_ended(run) == 0
+
+
+def test_joined_node_leaves_when_its_run_has_failed(job: ElasticRun) -> None:
+    run = job.run("--simulate-nodes", "1", "--nnodes", "1:2", "--grow-after", "0.2", "--shrink-after", "0")
+    job.wait_world(1)
+    other = job.start("join", "--node", "late", "--no-agent")
+    (late,) = (one for one in job.wait_world(2) if one["node"] == "late")
+    while run.poll() is None:
+        for pid in job.pids('"type":"coordinator"'):
+            with contextlib.suppress(ProcessLookupError):
+                kill(pid)
+    assert job.wait_ended(run) == ExitCode.JOB_FAILED
+    assert "the coordinator ended 6 times" in job.output()
+    assert job.wait_ended(other) == ExitCode.JOB_FAILED
+    assert process_start_time(late["pid"]) < 0
 
 
 def test_spare_replaces_a_killed_rank(job: ElasticRun) -> None:

@@ -147,7 +147,7 @@ def run_actions(say, actions):
 def newest(job):
     """Return the step that a reader would load, without any change."""
     try:
-        return int(TieredReader(job).describe_choice().removeprefix("step "))
+        return TieredReader(job).check_choice().step
     except CheckpointNotFoundError:
         return None
 

@@ -9,9 +9,10 @@ from elastic.supervisor import memory_tier
 from elastic.supervisor.memory_tier import JobMemory, reason_to_keep
 from peerstore.membership.topology import NodeId, PeerNode
 from peerstore.shard_records import VersionId
-from tieredckpt.agent.agent_api import ClusterNode, ClusterStatus, StepInventory, StepStatus
+from tieredckpt.agent.agent_api import ClusterNode, ClusterStatus
 from tieredckpt.resolve_step import Tier
 from tieredckpt.settings import DurableSettings
+from tieredckpt.step_inventory import StepInventory, StepStatus
 
 DURABLE = DurableSettings(url="/somewhere")
 

@@ -5,11 +5,11 @@ from types import SimpleNamespace
 import pytest
 
 from peerstore.shard_records import VersionId
-from tieredckpt.agent.agent_api import StepInventory, StepStatus
 from tieredckpt.agent.durable_catalog import OrphanedStep
 from tieredckpt.cli import gc
 from tieredckpt.durable.object_store import ObjectInfo
 from tieredckpt.resolve_step import Tier
+from tieredckpt.step_inventory import StepInventory, StepStatus
 
 ONE, TWO = VersionId(1, 1, 0, "a"), VersionId(1, 2, 0, "a")
 

@@ -4,9 +4,9 @@ import pytest
 
 from peerstore.shard_records import VersionId
 from tests.support.cluster_views import cluster_node, cluster_status, step_inventory, version_id
-from tieredckpt.agent.agent_api import StepStatus
 from tieredckpt.errors import UsageError
 from tieredckpt.resolve_step import StepVerdict, Tier
+from tieredckpt.step_inventory import StepStatus
 from tieredckpt.whatif.node_loss import LossAnalysis
 from tieredckpt.whatif.redundancy import (
     QuorumAfterLoss,

@@ -1,17 +1,16 @@
 """The redundancy of each step, and the report of nodes that did not answer."""
 
-import msgspec
 import pytest
 
 from peerstore.shard_records import VersionId
 from tests.support.cluster_views import SIZE, cluster_node, cluster_status, step_inventory, version_id
-from tieredckpt.agent.agent_api import DrainStatus, StepStatus
+from tieredckpt.agent.agent_api import DrainStatus
 from tieredckpt.format.manifest import UNKNOWN_PART_COUNT
 from tieredckpt.resolve_step import Tier
+from tieredckpt.step_inventory import StepStatus
 from tieredckpt.whatif.redundancy import (
     UnderReplicatedParts,
     held_steps,
-    loadable_steps,
     newest_replicated,
     node_share,
     pending_drains,
@@ -150,14 +149,6 @@ def test_durable_step_is_not_pending():
     ]
     assert [one.version_id.version for one in pending_drains(drains, step_inventory())] == [6, 7]
     assert [one.version_id.version for one in pending_drains(drains, step_inventory(durable=[6]))] == [7]
-
-
-def test_loadable_steps_are_complete_and_not_quarantined():
-    whole = StepStatus(version_id(6), 1, {0: (Tier.PEER,)})
-    bad = msgspec.structs.replace(whole, version_id=version_id(9), quarantined="NaN")
-    assert loadable_steps(
-        step_inventory(whole, bad, StepStatus(version_id(8), 2, {0: (Tier.MEMORY,)}), durable=[3])
-    ) == [3, 6]
 
 
 @pytest.mark.parametrize(

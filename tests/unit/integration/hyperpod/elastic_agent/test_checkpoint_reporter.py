@@ -16,7 +16,6 @@ from peerstore.errors import UnavailableError
 from peerstore.shard_records import VersionId
 from tests.support.example_counts import examples
 from tests.support.local_nodes import wait_until
-from tieredckpt.agent.agent_api import StepInventory, StepStatus
 from tieredckpt.checkpointer.progress_hook import (
     ExpectedStep,
     check_restored_step,
@@ -28,6 +27,7 @@ from tieredckpt.checkpointer.progress_hook import (
 )
 from tieredckpt.errors import CheckpointNotFoundError, TierUnavailableError
 from tieredckpt.resolve_step import Tier
+from tieredckpt.step_inventory import LoadChoice, StepInventory, StepStatus
 
 
 class Agent:
@@ -83,6 +83,9 @@ class Session:
         self.commits = Commits(None if committed is None else VersionId(1, committed, 0, "i1"))
         self.surveys = 0
         self.away = False
+
+    def choose_step(self, inventory: StepInventory) -> LoadChoice:
+        return inventory.choose(avoid_after=0)
 
     def list_steps(self, *, fresh: bool = False) -> StepInventory:
         self.surveys += 1
