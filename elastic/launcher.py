@@ -208,7 +208,7 @@ def run_coordinator(task: CoordinatorSpec, secret: bytes) -> JobEnd:
     failure, step = coordinator.snapshot.outcome.failure, coordinator.last_committed_step.step
     if over is ExitReason.JOB_FAILED and failure is not None:
         return JobEnd(over, failure.reason, failure.attempts, step)
-    return JobEnd(over, reason, step=step if over is ExitReason.STOPPED else -1)
+    return JobEnd(over, reason, step=step)
 
 
 class JobEnd(msgspec.Struct, frozen=True):
@@ -218,11 +218,14 @@ class JobEnd(msgspec.Struct, frozen=True):
     reason: str
     attempts: str = ""
     """Number of attempts of a failed job, or why it is not retried."""
-    step: int = -1
-    """The newest step that all ranks reported as sealed, or -1. Agents may have a newer one."""
+    step: int | None = None
+    """The newest step that all ranks reported as sealed; -1 if they reported none, ``None`` if unknown.
+
+    The ranks of a failed job may have sealed newer ones since.
+    """
 
 
-UNKNOWN_STEP = "the newest complete checkpoint of the job; this run saved none"
+_NEWEST_STEP = "the newest complete checkpoint of the job"
 
 
 def end_message(end: JobEnd, resumes: str = "", command: str = "") -> str:
@@ -230,14 +233,15 @@ def end_message(end: JobEnd, resumes: str = "", command: str = "") -> str:
 
     ``resumes`` is the step that the agents would restore, and ``command`` resumes the job; both may be empty.
     """
-    resumes = resumes or (f"step {end.step}" if end.step >= 0 else "")
+    if not resumes and end.step is not None and end.step >= 0:
+        resumes = f"step {end.step}" + " or a newer one" * (end.over is ExitReason.JOB_FAILED)
     if end.over is ExitReason.NEVER_JOINED:
         return end.reason
     if end.over is ExitReason.JOB_FAILED:
         lines = {
             "failed": end.reason,
             "attempts": end.attempts,
-            "resumes from": resumes or UNKNOWN_STEP,
+            "resumes from": resumes or _NEWEST_STEP + "; this run saved none" * (end.step == -1),
             "command": command,
         }
         return "\n".join(f"{name}: {text}" for name, text in lines.items() if text)

@@ -308,7 +308,10 @@ def test_run_must_end_with_success_or_a_true_message():
         sums={},
     )
     assert rules(again) == set()
-    for words, found in (("step 4", True), ("step 6", True), ("nothing", True)):
+    newer = " or a newer one"
+    for words, found in (
+        ("step 4", True), ("step 6", True), ("nothing", True), (f"step 4{newer}", False), (f"step 6{newer}", True)
+    ):  # fmt: skip
         wrong = msgspec.structs.replace(
             again, runs=[msgspec.structs.replace(runs[0], words=last.format(words)), runs[1]]
         )

@@ -188,8 +188,10 @@ def test_last_message_of_a_failed_job_has_four_lines(monkeypatch, place):
         "command: elastic run train.py",
     ]
     (words,) = launched(monkeypatch, place, end, steps={}, status=8)
-    assert "resumes from: step 4\n" in words
+    assert "resumes from: step 4 or a newer one\n" in words
     (words,) = launched(monkeypatch, place, JobEnd(ExitReason.JOB_FAILED, "x", "y"), steps={}, status=8)
+    assert "resumes from: the newest complete checkpoint of the job\n" in words
+    (words,) = launched(monkeypatch, place, JobEnd(ExitReason.JOB_FAILED, "x", "y", -1), steps={}, status=8)
     assert "resumes from: the newest complete checkpoint of the job; this run saved none\n" in words
 
 
