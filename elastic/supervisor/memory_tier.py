@@ -300,19 +300,23 @@ def _release(agent: NodeAgentClient, job: str, since_ns: int, deadline: float) -
     shards = agent.store.list_shards(job)
     if any(shard.sealed_ns >= since_ns for shard in shards):
         _wait_while(lambda: _has_clients(agent, job), min(deadline, time.monotonic() + _RANKS_LEFT_S))
-        _wait_while(lambda: _is_uploading(agent, job) and not _has_clients(agent, job), deadline)
+        _wait_while(lambda: bool(_unfinished_uploads(agent, job)) and not _has_clients(agent, job), deadline)
         memory = _job_memory(agent, job)
-        if _is_uploading(agent, job):
-            reason = "it is being uploaded still"
-        elif not _knows_durable_tier(agent, job, shards) and _wait_deleted_elsewhere(agent, job, memory):
+        late = _unfinished_uploads(agent, job)
+        if not late and not _knows_durable_tier(agent, job, shards) and _wait_deleted_elsewhere(agent, job, memory):
             reason = ""
         else:
             survey = agent.list_steps(job, fresh=True)
             reason = reason_to_keep(memory, survey)
+            if reason and late:
+                reason = "it is being uploaded still"
             durable = {view.version_id for view in survey.views if view.durable}
             if not reason and any(_is_first_part(shard) for shard in shards if shard.key.version_id in durable):
                 _delete_everywhere(agent, job, sorted(durable & set(memory.versions)))
         if not reason:
+            if late:
+                steps = ", ".join(str(group.version) for group in late)
+                log.warning("%s: step %s was not uploaded; a newer step is durable", job, steps)
             # By name: versions that another process saves from now on must survive.
             agent.store.versions.delete(job, sorted(memory.versions))
         elif memory.versions and not memory.used:
@@ -381,8 +385,8 @@ def _wait_while(condition: Callable[[], bool], deadline: float) -> None:
         time.sleep(_POLL_S)
 
 
-def _is_uploading(agent: NodeAgentClient, job: str) -> bool:
-    return any(upload.state in ("waiting", "running") for upload in agent.drain_status(job))
+def _unfinished_uploads(agent: NodeAgentClient, job: str) -> list[VersionId]:
+    return sorted(one.version_id for one in agent.drain_status(job) if one.state in ("waiting", "running"))
 
 
 def _job_memory(agent: NodeAgentClient, job: str) -> JobMemory:

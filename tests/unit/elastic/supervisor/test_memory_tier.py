@@ -9,7 +9,7 @@ from elastic.supervisor import memory_tier
 from elastic.supervisor.memory_tier import JobMemory, reason_to_keep
 from peerstore.membership.topology import NodeId, PeerNode
 from peerstore.shard_records import VersionId
-from tieredckpt.agent.agent_api import ClusterNode, ClusterStatus
+from tieredckpt.agent.agent_api import ClusterNode, ClusterStatus, DrainStatus
 from tieredckpt.resolve_step import Tier
 from tieredckpt.settings import DurableSettings
 from tieredckpt.step_inventory import StepInventory, StepStatus
@@ -78,6 +78,43 @@ class SpareNodeAgent:
     def list_steps(self, job, *, fresh):
         self._left -= 1
         return survey(4, unreachable={Tier.PEER: "n0 cannot be reached"})
+
+
+class UploadingAgent(SpareNodeAgent):
+    """An agent whose upload of step 3 does not finish, because nodes with other parts have left."""
+
+    place = SimpleNamespace(directory="/run/agent")
+
+    def __init__(self, *durable):
+        super().__init__(deleted_after=9)
+        self.blobs, self._durable, self.deleted = self, durable, []
+
+    def list_shards(self, job):
+        return [SimpleNamespace(key=SimpleNamespace(version_id=group(3), part=1), sealed_ns=1, holders=())]
+
+    def get(self, *_):
+        return b""
+
+    def drain_status(self, job):
+        return [DrainStatus(group(3), "waiting"), DrainStatus(group(4), "done")]
+
+    def list_steps(self, job, *, fresh):
+        return survey(*self._durable)
+
+    def delete(self, job, versions):
+        self.deleted += versions
+
+
+def test_upload_that_cannot_finish_keeps_the_memory_only_without_a_newer_durable_step(monkeypatch, caplog):
+    monkeypatch.setattr(memory_tier, "_POLL_S", 0.0)
+    newer = UploadingAgent(4)
+    assert memory_tier._release(newer, "job", 0, deadline=0.0)
+    assert newer.deleted == [group(3)]
+    assert "step 3 was not uploaded; a newer step is durable" in caplog.text
+    older = UploadingAgent(2)
+    assert memory_tier._release(older, "job", 0, deadline=0.0)
+    assert older.deleted == []
+    assert "the checkpoints of job stay in memory in /run/agent: it is being uploaded still" in caplog.text
 
 
 @pytest.mark.parametrize(
