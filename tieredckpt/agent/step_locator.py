@@ -15,7 +15,7 @@ import itertools
 import threading
 from array import array
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 import xxhash
@@ -156,17 +156,9 @@ class PieceIndex:
                 return [LayoutPiece(group.digests[0], group.columns[0].entry(rows), box, -1)]
         places = sorted(self._candidates(fqn, box, groups), key=lambda place: order(place[0]))
         if not places and (groups or fqn in self._archives):  # the layouts have other parts of the tensor
-            self._check_rank(next(self._entries_named(fqn, groups)), box)
-        shapes: set[tuple[int, ...]] = set()
-        tiling, found = Tiling(box), list[LayoutPiece]()
-        for digest, entry, item in places:
-            self._check_rank(entry, box)
-            shapes.add(entry.shape)
-            if len(shapes) > 1:
-                raise CheckpointDamagedError(f"{fqn} has several shapes: {sorted(shapes)}")
-            if tiling.missing:
-                found += [LayoutPiece(digest, entry, common, item) for common in tiling.add(entry.box)]
-        return None if tiling.missing else found
+            _check_rank(next(self._entries_named(fqn, groups)), box)
+        found = cover_box(box, places)
+        return None if found is None else [LayoutPiece(*one) for one in found]
 
     def _groups_with(self, fqn: str) -> list[_LayoutGroup]:
         if len(self._groups) == 1:
@@ -186,7 +178,7 @@ class PieceIndex:
             known = True
             for row in _as_tuple(group.rows[fqn]):
                 if group.columns[0].ranks[row] != len(box.sizes):
-                    self._check_rank(group.columns[0].entry(row), box)
+                    _check_rank(group.columns[0].entry(row), box)
                 for number in group.overlapping(row, box):
                     yield group.digests[number], group.columns[number].entry(row), -1
                 if group.shape_differs(row):
@@ -197,10 +189,32 @@ class PieceIndex:
         if not known:
             raise KeyError(fqn)
 
-    @staticmethod
-    def _check_rank(entry: TensorEntry, box: Box) -> None:
-        if len(entry.shape) != len(box.sizes):
-            raise MismatchError(f"{entry.fqn} has shape {entry.shape}, but a piece at {box.offsets} was requested")
+
+_Place = TypeVar("_Place")
+
+
+def cover_box(
+    box: Box, entries: Iterable[tuple[_Place, TensorEntry, int]]
+) -> list[tuple[_Place, TensorEntry, Box, int]] | None:
+    """Return the parts of ``entries`` that cover ``box`` once, or ``None`` if some of it is missing.
+
+    Each entry has its place and item number. Earlier entries are preferred. All must have the same shape.
+    """
+    shapes = set[tuple[int, ...]]()
+    tiling, found = Tiling(box), list[tuple[_Place, TensorEntry, Box, int]]()
+    for place, entry, item in entries:
+        shapes.add(entry.shape)
+        if len(shapes) > 1:
+            raise CheckpointDamagedError(f"{entry.fqn} has several shapes: {sorted(shapes)}")
+        _check_rank(entry, box)
+        if tiling.missing:
+            found += [(place, entry, common, item) for common in tiling.add(entry.box)]
+    return None if tiling.missing else found
+
+
+def _check_rank(entry: TensorEntry, box: Box) -> None:
+    if len(entry.shape) != len(box.sizes):
+        raise MismatchError(f"{entry.fqn} has shape {entry.shape}, but a piece at {box.offsets} was requested")
 
 
 def _as_tuple(numbers: int | tuple[int, ...]) -> tuple[int, ...]:

@@ -83,7 +83,7 @@ def _summary(step: StepIndex) -> dict[str, Any]:
         "shards": [
             {
                 "part": part,
-                "tiers": [tier.value for tier in step.tiers_by_part[part]],
+                "tiers": [tier.value for tier in step.found[part]],
                 "object": shard.object or None,
                 "encoding": shard.encoding,
                 "size_bytes": shard.size_bytes,

@@ -546,10 +546,11 @@ class TieredReader(StorageReader):
             session.loads.report_survived(stepped=False)
         failpoint("load.done")
         session.add_metrics(
-            loads=1, load_seconds=seconds, **{f"loaded_{t}_bytes": n for t, n in work.bytes_by_tier.items()}
+            loads=1, load_seconds=seconds, **{f"loaded_{t}_bytes": n for t, n in work.shards.bytes_by_tier.items()}
         )
+        read = work.shards
         report = RestoreReport(
-            group.version, group, dict(work.bytes_by_tier), seconds, tuple(self._refused), dict(work.bytes_by_node)
+            group.version, group, dict(read.bytes_by_tier), seconds, tuple(self._refused), dict(read.bytes_by_node)
         )
         report.proof = proof
         report.newer_steps = tuple(one.version_id for one in newer_steps(self._usable, group))

@@ -7,27 +7,23 @@ import io
 import logging
 import math
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 
 from peerstore.client.store_api import Store
-from peerstore.peers.range_reader import ReadTarget
 from tieredckpt.agent.agent_api import StepDescription
 from tieredckpt.durable.object_store import ObjectNotFoundError, ObjectStore
-from tieredckpt.errors import CheckpointDamagedError, CheckpointNotFoundError, TierUnavailableError
-from tieredckpt.format.manifest import ShardIndex
+from tieredckpt.errors import CheckpointDamagedError, CheckpointNotFoundError
 from tieredckpt.format.shard_layout import TensorEntry
 from tieredckpt.format.slice_boxes import Box, full_box, relative_box
-from tieredckpt.resolve_step import Tier
 from tieredckpt.restore.step_index import ByteRange, StepIndex, TensorPiece
-from tieredckpt.restore.verified_reads import PinnedShards, ShardCheck, read_durable_shard
+from tieredckpt.restore.tier_reader import TierReader
+from tieredckpt.restore.verified_reads import PinnedShards
 from tieredckpt.session.peer_reader import PeerReader
 from tieredckpt.tensors.state_dict import dtype_from_name
 
 log = logging.getLogger(__name__)
-
-_WINDOW_BYTES = 32 << 20
 
 
 class StepSource:
@@ -45,13 +41,11 @@ class StepSource:
     ) -> None:
         self.step = of if isinstance(of, StepIndex) else StepIndex(of)
         self._pinned = PinnedShards(memory, self.step.group) if memory is not None else None
-        self._durable = durable
-        self._peers = peers
-        self._unusable: dict[int, ShardCheck] = {}
-        """Parts with an unusable copy in this node's memory, and the reason."""
-        self._left_to_durable: set[int] = set()
-        """Parts that other nodes did not deliver."""
-        self.bytes_by_tier: dict[str, int] = {}
+        self._shards = TierReader(self.step, self._pinned, peers, durable)
+
+    @property
+    def bytes_by_tier(self) -> Mapping[str, int]:
+        return self._shards.bytes_by_tier
 
     def entry(self, name: str) -> TensorEntry:
         """Return an entry of the tensor for its type and shape; its box covers one piece."""
@@ -60,7 +54,7 @@ class StepSource:
     def tensor(self, name: str) -> torch.Tensor:
         """Return the whole tensor, assembled from its pieces."""
         box = full_box(self.entry(name).shape)
-        pieces = list(self.step.pieces(name, box))
+        pieces = self.step.pieces(name, box)
         if len(pieces) == 1 and pieces[0].item >= 0:
             return self._archived(pieces[0])
         return self.part(name, box)
@@ -91,12 +85,13 @@ class StepSource:
 
     def read_into(self, target: memoryview, part: int, span: ByteRange) -> None:
         """Read exactly the bytes of ``span`` of a shard into ``target``, or raise."""
-        done = span.start
-        for start in range(span.start, span.stop, _WINDOW_BYTES):
-            window = ByteRange(start, min(span.stop, start + _WINDOW_BYTES))
-            for data in self._window(part, window):
-                target[done - span.start : done - span.start + len(data)] = data
+        done = 0
+        try:
+            for data in self._shards.windows(part, span):
+                target[done : done + len(data)] = data
                 done += len(data)
+        except ObjectNotFoundError as error:
+            raise CheckpointDamagedError(f"{self.step.shards[part].key}: {error}") from error
 
     def close(self) -> None:
         if self._pinned is not None:
@@ -123,55 +118,6 @@ class StepSource:
         self.read_into(memoryview(out), part, span)
         return bytes(out)
 
-    def _window(self, part: int, window: ByteRange) -> Iterator[memoryview]:
-        shard, tiers = self.step.shards[part], self.step.tiers_by_part[part]
-        size = window.stop - window.start
-        if Tier.MEMORY in tiers and part not in self._unusable and self._pinned is not None:
-            check = self._pinned.verify(shard, [window])
-            if check is ShardCheck.GOOD:
-                self._count(Tier.MEMORY, size)
-                yield self._pinned.view(part)[window.start : window.stop]
-                return
-            log.warning("%s in memory: %s, looking for another copy", shard.key, check.value)
-            self._unusable[part] = check
-        if Tier.PEER in tiers and part not in self._left_to_durable:
-            data = self._from_peers(part, window)
-            if data is not None:
-                yield data
-                return
-        if Tier.DURABLE not in tiers:
-            raise _no_copy_error(shard, self._unusable.get(part, ShardCheck.EVICTED))
-        self._count(Tier.DURABLE, size)
-        try:
-            for found in read_durable_shard(self._durable(), shard, [window]):
-                low, high = max(window.start, found.start), min(window.stop, found.start + len(found.data))
-                yield found.data[low - found.start : high - found.start]
-        except ObjectNotFoundError as error:
-            raise CheckpointDamagedError(f"{shard.key}: {error}") from error
-
-    def _from_peers(self, part: int, window: ByteRange) -> memoryview | None:
-        """Return the bytes from other nodes. ``None``: the caller must read the durable tier."""
-        step = self.step
-        if self._peers is None or part not in step.sources:
-            if Tier.DURABLE in step.tiers_by_part[part]:
-                return None
-            raise TierUnavailableError(
-                f"{step.shards[part].key} is only in the memory of nodes that this process cannot reach"
-            )
-        data = memoryview(
-            bytearray(window.stop - window.start)
-        )  # the shard's layout was checked, so the size is plausible
-        target = ReadTarget(window.start, window.stop, data)
-        left, _ = self._peers.read({part: [target]}, step.shards, step.sources, step.tiers_by_part)
-        if left:
-            self._left_to_durable.add(part)
-            return None
-        self._count(Tier.PEER, len(data))
-        return data
-
-    def _count(self, tier: Tier, size_bytes: int) -> None:
-        self.bytes_by_tier[tier.value] = self.bytes_by_tier.get(tier.value, 0) + size_bytes
-
 
 def _carrier(itemsize: int) -> torch.dtype:
     return {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}[itemsize]
@@ -189,12 +135,6 @@ def tensor_raw_bytes(tensor: torch.Tensor) -> memoryview:
         return memoryview(b"")
     flat = tensor.detach().reshape(-1).view(torch.uint8)
     return memoryview(flat.numpy())  # type: ignore[arg-type]
-
-
-def _no_copy_error(shard: ShardIndex, found: ShardCheck) -> Exception:
-    if found is ShardCheck.UNREADABLE:
-        return TierUnavailableError(f"{shard.key} in memory: {found.value}. There is no other copy of it: try again")
-    return CheckpointDamagedError(f"{shard.key} in memory: {found.value}. There is no other copy of it")
 
 
 @contextlib.contextmanager

@@ -27,8 +27,9 @@ from tieredckpt.restore.fingerprint import MASK64, bytes_fingerprint
 from tieredckpt.restore.proof import FingerprintedBox, LoadedItem, LoadEvidence, fits_seal
 from tieredckpt.restore.step_index import ByteRange, RankReadPlan, TensorPiece
 from tieredckpt.restore.tensor_bytes import narrow_to_box
+from tieredckpt.restore.tier_reader import TierReader
 from tieredckpt.restore.verified_copy import ShardFile, copy_verified
-from tieredckpt.restore.verified_reads import PinnedShards, ReadMismatchError, ShardCheck, read_durable_shard
+from tieredckpt.restore.verified_reads import PinnedShards, ReadMismatchError, ShardCheck
 from tieredckpt.session.session import Session
 from tieredckpt.tensors.device import DeviceCopy, accelerator
 from tieredckpt.tensors.safe_objects import check_safe_object
@@ -156,9 +157,7 @@ class ReadExecutor:
         self._device_reads: list[_DeviceRead] = []
         self._buffers: StagingBuffers | None = None
         self._uncommitted: list[tuple[ReadItem, torch.Tensor]] = []
-        self.bytes_by_tier: dict[str, int] = defaultdict(int)
-        self.bytes_by_node: dict[str, int] = defaultdict(int)
-        """Bytes read from the memory of each other node."""
+        self.shards = TierReader(step, pinned, session.peers, session.durable.open)
 
     def run(self, items: Sequence[ReadItem]) -> None:
         try:
@@ -345,7 +344,7 @@ class ReadExecutor:
                 self._digest_later(loaded, piece, target, wanted)
             return False
         if near:
-            self.bytes_by_tier[Tier.MEMORY.value] += piece.box.volume * entry.itemsize
+            self.shards.bytes_by_tier[Tier.MEMORY.value] += piece.box.volume * entry.itemsize
         base = step.start(piece)
         same_dtype = dtype_name(target.dtype) == entry.dtype
         if place is not None:
@@ -428,7 +427,7 @@ class ReadExecutor:
         step = self._step
         near = {part: wanted for part, wanted in far.items() if step.tier(part) is Tier.PEER}
         left = {part: wanted for part, wanted in far.items() if part not in near}
-        failed = self._read_peer_targets(
+        failed = self.shards.read_peers(
             {
                 part: [ReadTarget(first, last, memory_at_address(at, last - first)) for (first, last), at in wanted]
                 for part, wanted in near.items()
@@ -436,24 +435,13 @@ class ReadExecutor:
         )
         return {**left, **{part: near[part] for part in failed}}
 
-    def _read_peer_targets(self, targets: Mapping[int, Sequence[ReadTarget]]) -> list[int]:
-        """Fill ``targets`` from other nodes; return the parts that remain for the durable tier."""
-        step = self._step
-        left, by_node = self._session.peers.read(targets, step.shards, step.sources, step.found)
-        for node, count in by_node.items():
-            self.bytes_by_node[node] += count
-            self.bytes_by_tier[Tier.PEER.value] += count
-        return left
-
     def _read_from_durable(self, part: int, wanted: _Wanted) -> None:
-        shard = self._step.shards[part]
-        self.bytes_by_tier[Tier.DURABLE.value] += sum(last - first for (first, last), _ in wanted)
         order = sorted(wanted)
         begun, at = list[tuple[ByteRange, int]](), 0
         moves: list[MemoryCopy] = []
         references: list[memoryview] = []
         size = 0
-        for found in read_durable_shard(self._session.durable.open(), shard, [one for one, _ in order]):
+        for found in self.shards.read_durable(part, [one for one, _ in order]):
             stop = found.start + len(found.data)
             address = _address(found.data)
             while at < len(order) and order[at][0].start < stop:
@@ -472,26 +460,11 @@ class ReadExecutor:
         self._session.copier.copy(moves)
 
     def _read_object(self, fqn: str) -> bytes:
-        return self._read_item(*self._step.object(fqn))
-
-    def _read_item(self, part: int, span: ByteRange) -> bytes:
-        if self._step.tier(part) is Tier.MEMORY:
-            self.bytes_by_tier[Tier.MEMORY.value] += span.stop - span.start
-            return bytes(self._pinned.view(part)[span.start : span.stop])
-        if self._step.tier(part) is Tier.PEER:
-            data = bytearray(span.stop - span.start)  # bounded by the size of its shard, whose layout was checked
-            if not self._read_peer_targets({part: [ReadTarget(span.start, span.stop, memoryview(data))]}):
-                return bytes(data)
-        self.bytes_by_tier[Tier.DURABLE.value] += span.stop - span.start
-        out = bytearray()  # grows with the received bytes, because its claimed size is not trusted
-        for found in read_durable_shard(self._session.durable.open(), self._step.shards[part], [span]):
-            low, high = max(span.start, found.start), min(span.stop, found.start + len(found.data))
-            out += found.data[low - found.start : high - found.start]
-        return bytes(out)
+        return self.shards.read(*self._step.object(fqn), is_verified=True)
 
     def _read_archived(self, piece: TensorPiece) -> torch.Tensor:
         saved = torch.load(
-            io.BytesIO(self._read_item(piece.part, self._step.archive_range(piece))),
+            io.BytesIO(self.shards.read(piece.part, self._step.archive_range(piece), is_verified=True)),
             map_location="cpu",
             weights_only=True,
         )

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from peerstore.shard_records import VersionId
 from tieredckpt.agent.agent_api import ItemLocation, NodeAgentAPI, PeerSource, StepDescription
+from tieredckpt.agent.step_locator import cover_box
 from tieredckpt.errors import CheckpointDamagedError, MismatchError, PeersLostError, TierUnavailableError
 from tieredckpt.format.manifest import Manifest, ShardIndex
 from tieredckpt.format.shard_layout import Layout, TensorEntry, check_nested_paths
-from tieredckpt.format.slice_boxes import Box, Tiling
+from tieredckpt.format.slice_boxes import Box
 from tieredckpt.resolve_step import Tier
 
 _PIECES_PER_REQUEST = 5_000
@@ -51,7 +52,7 @@ class StepIndex:
 
     def __init__(self, described: StepDescription) -> None:
         self.manifest: Manifest = described.manifest
-        self.tiers_by_part: Mapping[int, tuple[Tier, ...]] = described.found
+        self.found: Mapping[int, tuple[Tier, ...]] = described.found
         self.sources: Mapping[int, tuple[PeerSource, ...]] = described.sources
         self.shards: dict[int, ShardIndex] = {shard.key.part: shard for shard in self.manifest.shards}
         self.layouts: dict[int, Layout] = {}
@@ -104,31 +105,18 @@ class StepIndex:
         unique = {location.entry.box: location.entry for location in self.tensors[fqn]}
         return [unique[box] for box in sorted(unique)]
 
-    def pieces(self, fqn: str, box: Box) -> Iterator[TensorPiece]:
-        """Yield the pieces of ``box`` from the nearest and fewest shards; raise if a part of it is missing."""
+    def pieces(self, fqn: str, box: Box) -> list[TensorPiece]:
+        """Return the pieces of ``box`` from the nearest and fewest shards; raise if a part of it is missing."""
         locations = self.tensors.get(fqn)
         if locations is None:
             raise MismatchError(f"step {self.group.version} has no tensor {fqn}")
         if len(locations) == 1 and locations[0].entry.box == box:
-            yield TensorPiece(locations[0].part, locations[0].entry, box, locations[0].item)
-            return
-        if len(locations) > 1:
-            locations = sorted(locations, key=lambda location: (self._distance(location.part), location.part))
-        if len(locations[0].entry.shape) != len(box.offsets):
-            raise MismatchError(
-                f"{fqn} has shape {locations[0].entry.shape}, but the requested piece is at {box.offsets}"
-            )
-        shapes = {location.entry.shape for location in locations}
-        if len(shapes) > 1:
-            raise CheckpointDamagedError(f"step {self.group.version} has {fqn} in several shapes: {sorted(shapes)}")
-        tiling = Tiling(box)
-        for location in locations:
-            for common in tiling.add(location.entry.box):
-                yield TensorPiece(location.part, location.entry, common, location.item)
-            if not tiling.missing:
-                return
-        if tiling.missing:
-            raise CheckpointDamagedError(f"step {self.group.version} lacks {tiling.missing[0]} of {fqn}")
+            return [TensorPiece(locations[0].part, locations[0].entry, box, locations[0].item)]
+        nearest = sorted(locations, key=lambda location: (self._distance(location.part), location.part))
+        found = cover_box(box, ((one.part, one.entry, one.item) for one in nearest))
+        if found is None:
+            raise CheckpointDamagedError(f"step {self.group.version} lacks some of {fqn} at {box.offsets}")
+        return [TensorPiece(*one) for one in found]
 
     def object_part(self, fqn: str, rank: int) -> int:
         """Return the part with this rank's value of an object.
@@ -157,10 +145,10 @@ class StepIndex:
 
     def tier(self, part: int) -> Tier:
         """Return the tier that a shard is read from."""
-        return self.tiers_by_part[part][0]
+        return self.found[part][0]
 
     def _distance(self, part: int) -> int:
-        return list(Tier).index(self.tiers_by_part[part][0])
+        return list(Tier).index(self.found[part][0])
 
 
 class RankReadPlan:

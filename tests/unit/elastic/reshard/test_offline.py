@@ -75,7 +75,7 @@ def stored(shape, pieces):
 def check(step, shape, wanted):
     """Check that each wanted box is complete: every byte is written once, from stored bytes."""
     for box in wanted:
-        pieces = list(step.pieces("w", box)) if box.volume else []
+        pieces = step.pieces("w", box) if box.volume else []
         assert sum(piece.box.volume for piece in pieces) == box.volume
         assert not uncovered(box, [piece.box for piece in pieces])
         moved = 0

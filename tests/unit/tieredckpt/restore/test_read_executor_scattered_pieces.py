@@ -51,7 +51,7 @@ def test_pieces_of_every_other_chunk(stored, data):
     store, index = stored
     target = torch.zeros(COUNT, dtype=torch.uint8)
     with contextlib.closing(Copier(1)) as copier:
-        session = SimpleNamespace(durable=SimpleNamespace(open=lambda: store), copier=copier)
+        session = SimpleNamespace(durable=SimpleNamespace(open=lambda: store), copier=copier, peers=None)
         reading = ReadExecutor(session, SimpleNamespace(shards={0: index}), None, None, cast=False, trust=False)
         places = range(5, len(data), 2 * CHUNK)
         reading._read_from_durable(0, [(ByteRange(at, at + 1), target.data_ptr() + n) for n, at in enumerate(places)])
@@ -68,7 +68,7 @@ def test_overlapping_pieces_across_windows_are_read(stored, data):
         wanted.append((ByteRange(start, stop), target.data_ptr() + at))
         at += stop - start
     with contextlib.closing(Copier(1)) as copier:
-        session = SimpleNamespace(durable=SimpleNamespace(open=lambda: store), copier=copier)
+        session = SimpleNamespace(durable=SimpleNamespace(open=lambda: store), copier=copier, peers=None)
         ReadExecutor(
             session, SimpleNamespace(shards={0: index}), None, None, cast=False, trust=False
         )._read_from_durable(0, wanted)
