@@ -105,7 +105,7 @@ class UploadingAgent(SpareNodeAgent):
         self.deleted += versions
 
 
-def test_upload_that_cannot_finish_keeps_the_memory_only_without_a_newer_durable_step(monkeypatch, caplog):
+def test_unfinished_upload_keeps_memory_only_without_a_newer_durable_step(monkeypatch, caplog):
     monkeypatch.setattr(memory_tier, "_POLL_S", 0.0)
     newer = UploadingAgent(4)
     assert memory_tier._release(newer, "job", 0, deadline=0.0)
