@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
@@ -13,6 +13,8 @@ import click
 import msgspec
 from reference_texts import ERRORS, METRICS, METRICS_START
 from settings_page import as_markdown, settings_page
+
+from peerstore.rpc import Method
 
 ROOT = Path(__file__).resolve().parent.parent
 REFERENCE = ROOT / "docs/reference"
@@ -292,19 +294,29 @@ def first_strings(nodes: Iterable[ast.AST | None]) -> list[str]:
 
 def agent_operations_page() -> str:
     """Return the page of the operations that an agent serves on its socket."""
+    from peerstore.client.store_methods import STORE_METHODS
     from tieredckpt.agent.agent_methods import AGENT_METHODS
 
     start = (
         f"# Operations of the agent\n\n{GENERATED}\n\nA process calls these operations on the agent's Unix socket. "
-        "`tieredckpt/agent/agent_methods.py` has their types, for the client and the server. Messages are encoded as "
-        "MessagePack. `NodeAgentClient` is the client in Python, and "
+        "Messages are encoded as MessagePack. `NodeAgentClient` is the client in Python, and "
         "[the architecture](../architecture.md) shows where it is used."
     )
+    checkpoints = "## Checkpoints\n\nTypes for the client and the server: `tieredckpt/agent/agent_methods.py`."
+    shards = (
+        "## Shards in memory\n\nTypes: `peerstore/client/store_methods.py`. The answers of `pin` and `open_slot` also "
+        "carry an open file."
+    )
+    parts = (start, checkpoints, _method_table(AGENT_METHODS), shards, _method_table(STORE_METHODS))
+    return "\n\n".join(parts) + "\n"
+
+
+def _method_table(methods: Sequence[Method[Any, Any]]) -> str:
     rows = ["| operation | request | result | purpose |", "|---|---|---|---|"]
-    for method in AGENT_METHODS:
+    for method in methods:
         fields = ", ".join(f"`{field.name}`" for field in msgspec.structs.fields(method.request))
         rows.append(f"| `{method.name}` | {fields} | {result_name(method.result)} | {method.summary} |")
-    return start + "\n\n" + "\n".join(rows) + "\n"
+    return "\n".join(rows)
 
 
 def result_name(result: Any) -> str:

@@ -101,7 +101,7 @@ class Method(Generic[RequestT, ResultT]):
     summary: str = ""
     """Its purpose, for the documentation."""
 
-    def serve(self, answer: Callable[[RequestT, Any], ResultT]) -> tuple[str, Operation]:
+    def serve(self, answer: Callable[[RequestT, Any], ResultT | Reply]) -> tuple[str, Operation]:
         """Return the entry of a server's table; ``answer`` also gets the context of the connection."""
         return self.name, Operation(self.request, self.result, answer)
 

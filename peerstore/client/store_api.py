@@ -1,15 +1,12 @@
-"""The store's contract, and one request type per operation."""
+"""The store's contract."""
 
 from __future__ import annotations
 
 from collections.abc import Collection
 from typing import Protocol
 
-import msgspec
-
 from peerstore.shard_records import (
     Lease,
-    NonNegativeInt,
     Pin,
     ShardInfo,
     ShardKey,
@@ -18,9 +15,6 @@ from peerstore.shard_records import (
     StoreStatus,
     VersionId,
 )
-
-MAX_REQUEST_WAIT_S = 300.0
-"""Seconds that a server waits for one request at most; a client that waits longer repeats it."""
 
 
 class Store(Protocol):
@@ -87,122 +81,3 @@ class Blobs(Protocol):
     def get(self, job: str, name: str) -> bytes: ...
     def list_names(self, job: str) -> list[str]: ...
     def remove(self, job: str, name: str) -> None: ...
-
-
-class JobRequest(msgspec.Struct, frozen=True):
-    job: str
-
-
-class ClaimRequest(msgspec.Struct, frozen=True):
-    job: str
-    incarnation: str
-    at_least: int = 0
-
-
-class LeaseRequest(msgspec.Struct, frozen=True):
-    key: ShardKey
-    size_bytes: int
-    parts: int
-    wait_s: float = 0.0
-
-
-class GrowRequest(msgspec.Struct, frozen=True):
-    lease_id: str
-    size_bytes: int
-    wait_s: float = 0.0
-
-
-class OpenSlotRequest(msgspec.Struct, frozen=True):
-    slot: str
-
-
-class RelabelRequest(msgspec.Struct, frozen=True):
-    lease_id: str
-    key: ShardKey
-
-
-class SealRequest(msgspec.Struct, frozen=True):
-    lease_id: str
-    size_bytes: int
-    meta: bytes = b""
-    blobs: tuple[str, ...] = ()
-    """Names of blobs that must exist."""
-
-
-class ReleaseLeaseRequest(msgspec.Struct, frozen=True):
-    lease_id: str
-
-
-class ReserveRequest(msgspec.Struct, frozen=True):
-    job: str
-    part: int
-    size_bytes: int
-    slots: int = 0
-
-
-class ListShardsRequest(msgspec.Struct, frozen=True):
-    job: str | None = None
-
-
-class PinRequest(msgspec.Struct, frozen=True):
-    key: ShardKey
-
-
-class UnpinRequest(msgspec.Struct, frozen=True):
-    pin_id: str
-
-
-class VerifyRequest(msgspec.Struct, frozen=True):
-    key: ShardKey
-    chunks: tuple[int, int] | None = None
-
-
-class ReportDamageRequest(msgspec.Struct, frozen=True):
-    key: ShardKey
-    reason: str
-
-
-class MarkCommittedRequest(msgspec.Struct, frozen=True):
-    job: str
-    version_id: VersionId
-
-
-class AbortPartRequest(msgspec.Struct, frozen=True):
-    job: str
-    version_id: VersionId
-    part: NonNegativeInt
-
-
-class DeleteVersionsRequest(msgspec.Struct, frozen=True):
-    job: str
-    versions: list[VersionId] | None = None
-
-
-class RetainVersionRequest(msgspec.Struct, frozen=True):
-    job: str
-    version_id: VersionId
-    retained: bool = True
-
-
-class PutBlobRequest(msgspec.Struct, frozen=True):
-    job: str
-    name: str
-    data: bytes
-
-
-class BlobRequest(msgspec.Struct, frozen=True):
-    job: str
-    name: str
-
-
-class DropUnrecognizedRequest(msgspec.Struct, frozen=True):
-    names: list[str] | None = None
-
-
-class StoreStatusRequest(msgspec.Struct, frozen=True):
-    pass
-
-
-def clamp_wait_s(wait_s: float) -> float:
-    """Return the client's wait in seconds, limited to 0 to ``MAX_REQUEST_WAIT_S``; NaN becomes 0."""
-    return min(max(0.0, wait_s), MAX_REQUEST_WAIT_S)

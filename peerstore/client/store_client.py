@@ -9,8 +9,8 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any, TypeVar
 
 from peerstore import deadlines
-from peerstore.client import store_api
-from peerstore.client.store_api import clamp_wait_s
+from peerstore.client import store_methods as methods
+from peerstore.client.store_methods import clamp_wait_s
 from peerstore.errors import (
     AgentUnreachableError,
     PeerStoreError,
@@ -24,7 +24,6 @@ from peerstore.rpc import Connection, ConnectionPool, Method, Response, decode_r
 from peerstore.shard_records import (
     Lease,
     Pin,
-    PinResponse,
     ShardInfo,
     ShardKey,
     ShardRecord,
@@ -67,50 +66,45 @@ def _require_fd(fd: int | None, what: str) -> int:
 class ClientVersions:
     """:class:`~peerstore.client.store_api.Versions` behind a socket."""
 
-    def __init__(self, call: Callable[..., Any]) -> None:
-        self._call = call
+    def __init__(self, run: Callable[..., Any]) -> None:
+        self._run = run
 
     def mark_committed(self, job: str, group: VersionId) -> None:
-        self._call("mark_committed", store_api.MarkCommittedRequest(job, group), type(None))
+        self._run(methods.MARK_COMMITTED, methods.MarkCommittedRequest(job, group))
 
     def abort_part(self, job: str, group: VersionId, part: int) -> None:
-        self._call("abort_part", store_api.AbortPartRequest(job, group, part), type(None))
+        self._run(methods.ABORT_PART, methods.AbortPartRequest(job, group, part))
 
     def newest_committed(self, job: str) -> VersionId | None:
-        found: VersionId | None = self._call("newest_committed", store_api.JobRequest(job), VersionId | None)
-        return found
+        return self._run(methods.NEWEST_COMMITTED, methods.JobRequest(job))
 
     def delete(self, job: str, groups: list[VersionId] | None = None) -> int:
-        count: int = self._call("delete_versions", store_api.DeleteVersionsRequest(job, groups), int)
-        return count
+        return self._run(methods.DELETE_VERSIONS, methods.DeleteVersionsRequest(job, groups))
 
     def retain(self, job: str, group: VersionId, *, kept: bool = True) -> None:
-        self._call("retain", store_api.RetainVersionRequest(job, group, kept), type(None))
+        self._run(methods.RETAIN, methods.RetainVersionRequest(job, group, kept))
 
     def retained(self, job: str) -> set[VersionId]:
-        found: set[VersionId] = self._call("retained", store_api.JobRequest(job), set[VersionId])
-        return found
+        return self._run(methods.RETAINED, methods.JobRequest(job))
 
 
 class ClientBlobs:
     """:class:`~peerstore.client.store_api.Blobs` behind a socket."""
 
-    def __init__(self, call: Callable[..., Any]) -> None:
-        self._call = call
+    def __init__(self, run: Callable[..., Any]) -> None:
+        self._run = run
 
     def put(self, job: str, name: str, data: bytes) -> None:
-        self._call("put_blob", store_api.PutBlobRequest(job, name, data), type(None))
+        self._run(methods.PUT_BLOB, methods.PutBlobRequest(job, name, data))
 
     def get(self, job: str, name: str) -> bytes:
-        data: bytes = self._call("get_blob", store_api.BlobRequest(job, name), bytes)
-        return data
+        return self._run(methods.GET_BLOB, methods.BlobRequest(job, name))
 
     def list_names(self, job: str) -> list[str]:
-        names: list[str] = self._call("list_blobs", store_api.JobRequest(job), list[str])
-        return names
+        return self._run(methods.LIST_BLOBS, methods.JobRequest(job))
 
     def remove(self, job: str, name: str) -> None:
-        self._call("remove_blob", store_api.BlobRequest(job, name), type(None))
+        self._run(methods.REMOVE_BLOB, methods.BlobRequest(job, name))
 
 
 class Client:
@@ -142,7 +136,7 @@ class Client:
         self._errors = dict(errors or {})
         self._pool: ConnectionPool[UnixChannel] = ConnectionPool(self._connect, self._greet, "the agent")
         self._unreachable = False
-        self.versions, self.blobs = ClientVersions(self.call), ClientBlobs(self.call)
+        self.versions, self.blobs = ClientVersions(self.run), ClientBlobs(self.run)
         self.server_version = ""
         self.arena_id = self.start_id = ""
         self._pool.put(self._open(time.monotonic() + deadlines.remaining_s(retry_s)))
@@ -150,64 +144,64 @@ class Client:
     # -- Store ------------------------------------------------------------------------------------------------
 
     def epoch(self, job: str) -> int:
-        return self.call("epoch", store_api.JobRequest(job), int)
+        return self.run(methods.EPOCH, methods.JobRequest(job))
 
     def claim(self, job: str, incarnation: str, *, at_least: int = 0) -> int:
-        return self.call("claim", store_api.ClaimRequest(job, incarnation, at_least), int)
+        return self.run(methods.CLAIM, methods.ClaimRequest(job, incarnation, at_least))
 
     def lease(self, key: ShardKey, size_bytes: int, parts: int, *, wait_s: float = 0.0) -> Lease:
-        ask = store_api.LeaseRequest(key, size_bytes, parts, wait_s)
-        return self.call("lease", ask, Lease, timeout_s=clamp_wait_s(wait_s) + _CALL_S)
+        ask = methods.LeaseRequest(key, size_bytes, parts, wait_s)
+        return self.run(methods.LEASE, ask, timeout_s=clamp_wait_s(wait_s) + _CALL_S)
 
     def grow(self, lease_id: str, size_bytes: int, *, wait_s: float = 0.0) -> Lease:
-        ask = store_api.GrowRequest(lease_id, size_bytes, wait_s)
-        return self.call("grow", ask, Lease, timeout_s=clamp_wait_s(wait_s) + _CALL_S)
+        ask = methods.GrowRequest(lease_id, size_bytes, wait_s)
+        return self.run(methods.GROW, ask, timeout_s=clamp_wait_s(wait_s) + _CALL_S)
 
     def open_slot(self, slot: str) -> int:
-        _, fd = self._call("open_slot", store_api.OpenSlotRequest(slot), type(None))
+        _, fd = self._call(methods.OPEN_SLOT.name, methods.OpenSlotRequest(slot), methods.OPEN_SLOT.result)
         return _require_fd(fd, slot)
 
     def relabel(self, lease_id: str, key: ShardKey) -> Lease:
-        return self.call("relabel", store_api.RelabelRequest(lease_id, key), Lease)
+        return self.run(methods.RELABEL, methods.RelabelRequest(lease_id, key))
 
     def seal(self, lease_id: str, size_bytes: int, meta: bytes = b"", blobs: Collection[str] = ()) -> ShardRecord:
         timeout = _CALL_S + size_bytes / _SLOWEST_BYTES_PER_S
-        asked = store_api.SealRequest(lease_id, size_bytes, meta, tuple(blobs))
-        return self.call("seal", asked, ShardRecord, timeout_s=timeout)
+        asked = methods.SealRequest(lease_id, size_bytes, meta, tuple(blobs))
+        return self.run(methods.SEAL, asked, timeout_s=timeout)
 
     def release(self, lease_id: str) -> None:
-        self.call("release", store_api.ReleaseLeaseRequest(lease_id), type(None))
+        self.run(methods.RELEASE, methods.ReleaseLeaseRequest(lease_id))
 
     def reserve(self, job: str, part: int, size_bytes: int, *, slots: int = 0) -> list[SlotInfo]:
-        return self.call("reserve", store_api.ReserveRequest(job, part, size_bytes, slots), list[SlotInfo])
+        return self.run(methods.RESERVE, methods.ReserveRequest(job, part, size_bytes, slots))
 
     def list_shards(self, job: str | None = None) -> list[ShardInfo]:
-        return self.call("list_shards", store_api.ListShardsRequest(job), list[ShardInfo], timeout_s=_ADOPTION_S)
+        return self.run(methods.LIST_SHARDS, methods.ListShardsRequest(job), timeout_s=_ADOPTION_S)
 
     def pin(self, key: ShardKey) -> Pin:
-        pinned, fd = self._call("pin", store_api.PinRequest(key), PinResponse, timeout_s=_ADOPTION_S)
+        pinned, fd = self._call(methods.PIN.name, methods.PinRequest(key), methods.PIN.result, timeout_s=_ADOPTION_S)
         if fd is None:
             self.unpin(pinned.id)
         return Pin(pinned.id, pinned.record, _require_fd(fd, str(key)))
 
     def unpin(self, pin_id: str) -> bool:
-        return self.call("unpin", store_api.UnpinRequest(pin_id), bool)
+        return self.run(methods.UNPIN, methods.UnpinRequest(pin_id))
 
     def verify(self, key: ShardKey, chunks: tuple[int, int] | None = None) -> tuple[int, ...]:
-        return self.call("verify", store_api.VerifyRequest(key, chunks), tuple[int, ...], timeout_s=_ADOPTION_S)
+        return self.run(methods.VERIFY, methods.VerifyRequest(key, chunks), timeout_s=_ADOPTION_S)
 
     def report_damage(self, key: ShardKey, reason: str) -> None:
-        self.call("report_damage", store_api.ReportDamageRequest(key, reason), type(None))
+        self.run(methods.REPORT_DAMAGE, methods.ReportDamageRequest(key, reason))
 
     def drop_unrecognized(self, names: list[str] | None = None) -> int:
-        return self.call("drop_unrecognized", store_api.DropUnrecognizedRequest(names), int)
+        return self.run(methods.DROP_UNRECOGNIZED, methods.DropUnrecognizedRequest(names))
 
     def status(self) -> StoreStatus:
-        return self.call("status", store_api.StoreStatusRequest(), StoreStatus)
+        return self.run(methods.STATUS, methods.StoreStatusRequest())
 
     def ping(self, *, timeout_s: float) -> None:
         """Return after any response of the agent."""
-        self.call("epoch", store_api.JobRequest("nobody"), int, timeout_s=timeout_s)
+        self.run(methods.EPOCH, methods.JobRequest("nobody"), timeout_s=timeout_s)
 
     def close(self) -> None:
         """Close the connections; one in the middle of a call is closed when the call ends."""

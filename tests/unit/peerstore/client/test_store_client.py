@@ -9,8 +9,8 @@ import time
 import pytest
 
 from peerstore import deadlines
-from peerstore.client.store_api import JobRequest, StoreStatusRequest
 from peerstore.client.store_client import Client
+from peerstore.client.store_methods import JobRequest, StoreStatusRequest
 from peerstore.errors import AgentUnreachableError, ProtocolError, RequestError
 from peerstore.rpc import Request
 from peerstore.transport.authentication import HANDSHAKE_VERSION, Hello, Welcome
