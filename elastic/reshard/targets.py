@@ -312,14 +312,7 @@ def _folder_source(path: Path) -> ReshardSource:
 def _job_source(client: TierClient, location: Location, name: str) -> ReshardSource:
     """Return the source that a load would read: the newest step, tiered or plain."""
     job, survey = location.job, client.survey(location.job)
-    plain = max((step for step in survey.plain if location.step in (None, step)), default=None)
-    try:
-        view = client.choose_attempt(location, survey)
-    except CheckpointNotFoundError:
-        if plain is None:
-            raise
-        view = None
-    if plain is not None and (view is None or view.version_id.version < plain):
+    plain = client.choose(location, survey).plain
+    if plain is not None:
         return PlainSource(name, plain_reader(client.durable_settings(job), job, plain, trust_objects=True), plain)
-    assert view is not None  # noqa: S101 - otherwise the error was raised above
-    return TieredSource(name, source_of(client, job, view.version_id))
+    return TieredSource(name, source_of(client, job, client.choose_attempt(location, survey).version_id))

@@ -100,12 +100,18 @@ class TierClient:
             raise self.not_found_error(location, survey)
         return sorted(views, key=lambda view: (view.version_id.version, *view.version_id))
 
-    def choose_attempt(self, location: Location, survey: StepInventory) -> StepStatus:
-        """Return the attempt that a load of ``location`` would use, or raise the reason why none is complete.
+    def choose(self, location: Location, survey: StepInventory) -> LoadChoice:
+        """Return the step that a load of ``location`` would use; a named step may be quarantined."""
+        return survey.choose(
+            location.step,
+            location.epoch,
+            avoid_after=self.settings.memory.avoid_after_crashed_loads,
+            allow_quarantined=location.step is not None,
+        )
 
-        A named step may be quarantined.
-        """
-        choice = self._choose(location, survey, allow_quarantined=location.step is not None)
+    def choose_attempt(self, location: Location, survey: StepInventory) -> StepStatus:
+        """Return the attempt that a load of ``location`` would use, or raise the reason why none is complete."""
+        choice = self.choose(location, survey)
         if choice.plain is not None:
             other = f", or name one of {location.job}'s own steps: tieredckpt ls {location.job}" if survey.views else ""
             raise UsageError(
@@ -118,18 +124,10 @@ class TierClient:
 
     def not_found_error(self, location: Location, survey: StepInventory) -> TieredCheckpointError:
         """Return the error for a step that was not found. It suggests a job if the name is misspelled."""
-        error = self._choose(location, survey).error(location, advice="")
+        error = self.choose(location, survey).error(location, advice="")
         if survey.views or self.agent is None or not isinstance(error, CheckpointNotFoundError):
             return error
         return CheckpointNotFoundError(f"{error}.{meant}") if (meant := _suggest_job(self, location.job)) else error
-
-    def _choose(self, location: Location, survey: StepInventory, *, allow_quarantined: bool = False) -> LoadChoice:
-        return survey.choose(
-            location.step,
-            location.epoch,
-            avoid_after=self.settings.memory.avoid_after_crashed_loads,
-            allow_quarantined=allow_quarantined,
-        )
 
     def with_quarantine_reason(self, job: str, view: StepStatus) -> StepStatus:
         """Return ``view`` with the reason in its durable quarantine mark, if that can be read."""
