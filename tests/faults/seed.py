@@ -30,6 +30,14 @@ from tieredckpt.goodput.analysis_result import TimeCategory, TimeInterval
 
 PREFIX = "faults-test"
 ELSE = "detection and steps"
+_BREAKS_WORLD = (
+    FaultKind.RANK_KILLED,
+    FaultKind.RANK_SEGFAULT,
+    FaultKind.RANK_OUT_OF_MEMORY,
+    FaultKind.SUPERVISOR_KILLED,
+    FaultKind.NODE_LOST,
+)
+"""Faults after which only a step of a later world counts as a recovery."""
 """Stage of the seconds outside a recovery: until the fault is detected, and in training steps."""
 _CALM_STEPS = 3
 """New steps to wait for after the last fault."""
@@ -227,7 +235,15 @@ def run_seed(
 def _fault_timing(job: FaultJob, fault: AppliedFault, timeline: Sequence[TimeInterval]) -> FaultTiming:
     if fault.kind is FaultKind.JOB_STOPPED:
         return FaultTiming(fault, None)
-    new = min((one.at for one in job.steps if one.step > fault.step and one.at > fault.at), default=None)
+    later = {(one.run, one.epoch) for one in job.worlds if one.at > fault.at} if fault.kind in _BREAKS_WORLD else ()
+    new = min(
+        (
+            one.at
+            for one in job.steps
+            if one.step > fault.step and one.at > fault.at and (not later or (one.run, one.epoch) in later)
+        ),
+        default=None,
+    )
     if new is None:
         return FaultTiming(fault, None)
     return FaultTiming(fault, new - fault.at, _stages(timeline, fault.at, new) if timeline else {})
