@@ -26,7 +26,7 @@ def main() -> None:
     state = {"model": weights, "optim": moments, "step": -1}
     reader = TieredReader(JOB)  # the newest complete step; TieredReader(JOB, step=7) for that one
     try:
-        found = reader.describe_choice()
+        found = f"step {reader.check_choice().step}"
     except CheckpointNotFoundError:  # and only then: damaged and not reachable are other errors
         found = "nothing saved yet"
     else:
