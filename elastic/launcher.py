@@ -208,7 +208,7 @@ def run_coordinator(task: CoordinatorSpec, secret: bytes) -> JobEnd:
     failure, step = coordinator.snapshot.outcome.failure, coordinator.last_committed_step.step
     if over is ExitReason.JOB_FAILED and failure is not None:
         return JobEnd(over, failure.reason, failure.attempts, step)
-    return JobEnd(over, reason, step=step)
+    return JobEnd(over, reason, step=step if over in (ExitReason.STOPPED, ExitReason.JOB_FAILED) else None)
 
 
 class JobEnd(msgspec.Struct, frozen=True):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -92,6 +92,11 @@ class LoadChoice:
         if self.plain is not None:
             return self.plain
         return -1 if self.version_id is None else self.version_id.version
+
+    @property
+    def newest_step(self) -> int:
+        """The newest step that a load could take, now or once it is no longer avoided; -1 for none."""
+        return max([self.step, *(one.version_id.version for one in self.loadable)])
 
     @property
     def loadable(self) -> tuple[Candidate, ...]:
@@ -208,22 +213,21 @@ class StepInventory(msgspec.Struct, frozen=True):
         )
         plain = (one for one in self.plain if step in (None, one) and epoch is None and one not in failed)
         choice = LoadChoice(resolution, max(plain, default=None), avoided)
-        slots = [one for one in self.unrecognized if epoch is None or one.key is None or one.key.epoch == epoch]
+        if not self.unrecognized:
+            return choice
         branches = IncarnationBranches(candidates if step is None else (), unusable)
-        known = {one.version_id for one in candidates if one.is_complete}
-        unread = [
-            one
-            for one in slots
-            if (one.key is None and choice.step < 0)
-            or (
-                one.key is not None
-                and one.key.version > choice.step
-                and step in (None, one.key.version)
-                and one.key.version_id not in known
-                and not branches.supersede(one.key.version_id)
-            )
-        ]
-        return dataclasses.replace(choice, unreadable=_unreadable_error(unread))
+        complete = {one.version_id for one in candidates if one.is_complete}
+        newer = []
+        for slot in self.unrecognized:
+            if slot.key is None:
+                newer += [slot] if choice.step < 0 else []
+                continue
+            version_id = slot.key.version_id
+            is_wanted = step in (None, version_id.version) and epoch in (None, version_id.epoch)
+            is_newer = version_id.version > choice.step and version_id not in complete
+            if is_wanted and is_newer and not branches.supersede(version_id):
+                newer.append(slot)
+        return dataclasses.replace(choice, unreadable=_unreadable_error(newer) if newer else None)
 
     def merge(self, other: StepInventory) -> StepInventory:
         """Return the union of two inventories of one job."""
@@ -253,11 +257,8 @@ class StepInventory(msgspec.Struct, frozen=True):
         )
 
 
-def _unreadable_error(slots: Iterable[UnrecognizedSlot]) -> TieredCheckpointError | None:
-    """Return the error for slots that a load cannot ignore, or ``None`` without such slots."""
-    found = list(slots)
-    if not found:
-        return None
+def _unreadable_error(found: Sequence[UnrecognizedSlot]) -> TieredCheckpointError:
+    """Return the error for slots that a load cannot ignore."""
     steps = sorted({one.key.version for one in found if one.key is not None})
     what = f"step{'s' * (len(steps) > 1)} {', '.join(map(str, steps[-_MAX_LISTED:]))}" if steps else "steps"
     where = f"{what} of job {found[0].job!r} in this node's memory"

@@ -367,9 +367,10 @@ def _launch(
         elif leader is not None and end is not None and end.over is ExitReason.NEVER_JOINED:
             screen.info(end_message(end))
         if leader is not None or has_leader_record:
-            place.remove()
+            # Before the removal: a node that has joined reads how the run ended once its record is gone.
             how = next((over.value for over, code in EXIT_STATUS.items() if code == status), f"status {int(status)}")
             place.write_last_run(LastRun(record.job, how, time.time(), _same_command(screen.argv)))
+            place.remove()
         has_finished = leader is not None and status == ExitCode.OK
         for task in nodes:
             if has_finished and task.starts_agent and task.node in launcher.killed_nodes:

@@ -308,15 +308,16 @@ def _release(agent: NodeAgentClient, job: str, since_ns: int, deadline: float) -
         else:
             survey = agent.list_steps(job, fresh=True)
             reason = reason_to_keep(memory, survey)
+            durable = {view.version_id for view in survey.views if view.durable}
+            late = [group for group in late if group not in durable]  # another node may have committed the step
             if reason and late:
                 reason = "it is being uploaded still"
-            durable = {view.version_id for view in survey.views if view.durable}
             if not reason and any(_is_first_part(shard) for shard in shards if shard.key.version_id in durable):
                 _delete_everywhere(agent, job, sorted(durable & set(memory.versions)))
         if not reason:
             if late:
                 steps = ", ".join(str(group.version) for group in late)
-                log.warning("%s: step %s was not uploaded; a newer step is durable", job, steps)
+                log.warning("%s: the upload of step %s did not finish; a newer step is durable", job, steps)
             # By name: versions that another process saves from now on must survive.
             agent.store.versions.delete(job, sorted(memory.versions))
         elif memory.versions and not memory.used:

@@ -63,7 +63,7 @@ class TierReader:
 
         ``is_verified``: the agent has verified them in this node's memory.
         """
-        return b"".join(self.windows(part, span, is_verified=is_verified))
+        return b"".join(bytes(data) for data in self.windows(part, span, is_verified=is_verified))
 
     def windows(self, part: int, span: ByteRange, *, is_verified: bool = False) -> Iterator[memoryview]:
         """Yield the bytes of ``span`` in order. A yielded view is valid until the next one."""

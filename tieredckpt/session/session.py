@@ -239,7 +239,11 @@ class Session:
                 "restore would pass over it. Number the steps upwards, restore an earlier step first, or use another "
                 "job name"
             )
-        if newest is None and self._inventory is not None and (found := self.choose_step(self._inventory).step) > step:
+        if (
+            newest is None
+            and self._inventory is not None
+            and (found := self.choose_step(self._inventory).newest_step) > step
+        ):
             raise UsageError(
                 f"Step {step} of job {self.job!r} is behind step {found} of an earlier run, and nothing was restored. "
                 "Restore before the first save to continue that run (Checkpointer.restore, or dcp.load with a "

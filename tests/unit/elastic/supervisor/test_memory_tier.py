@@ -110,7 +110,11 @@ def test_unfinished_upload_keeps_memory_only_without_a_newer_durable_step(monkey
     newer = UploadingAgent(4)
     assert memory_tier._release(newer, "job", 0, deadline=0.0)
     assert newer.deleted == [group(3)]
-    assert "step 3 was not uploaded; a newer step is durable" in caplog.text
+    assert "the upload of step 3 did not finish; a newer step is durable" in caplog.text
+    caplog.clear()
+    committed_elsewhere = UploadingAgent(3)
+    assert memory_tier._release(committed_elsewhere, "job", 0, deadline=0.0)
+    assert (committed_elsewhere.deleted, caplog.text) == ([group(3)], "")
     older = UploadingAgent(2)
     assert memory_tier._release(older, "job", 0, deadline=0.0)
     assert older.deleted == []
