@@ -21,11 +21,16 @@ from collections.abc import Callable
 import msgspec
 
 from elastic.control.control_plane import ControlNotice, Dismissed, NoticeKind, RankAssignment, RankProgress
+from elastic.control.epoch_state import (
+    BrokenCallback,
+    BrokenCallbacks,
+    EpochState,
+    common_checkpoint,
+    stale_epoch,
+)
 from elastic.control.leader_election import LEASE_DURATION_S, LeaderRecord
-from elastic.errors import ControlDeadlineError, JobFailedError, PolicyError, StaleEpochError
+from elastic.errors import ControlDeadlineError, JobFailedError, PolicyError
 from elastic.world.world_state import ErrorPosition, SealedStep
-
-BrokenCallback = Callable[[ControlNotice], None]
 
 
 class MemoryLeadership:
@@ -76,9 +81,7 @@ class InMemoryCoordinator:
         self._store, self._stores = store, stores
         self._clock = clock
         self._changed = threading.Condition()
-        self._want: NoticeKind | None = None
-        self._reason = ""
-        self._deadline: float | None = None
+        self._state = EpochState()
         self._stopped = False
         self.planes = [InMemoryControlPlane(self) for _ in range(size + spares)]
 
@@ -141,23 +144,17 @@ class InMemoryCoordinator:
     # -- internal, with the lock held ---------------------------------------------------------------------------------
 
     def _set_notice(self, want: NoticeKind, reason: str, deadline_s: float | None) -> None:
-        """Set the notice. A broken world remains broken, and of two deadlines the earlier one holds."""
-        if self._want is not NoticeKind.RESTART:
-            self._want, self._reason = want, reason
-            if deadline_s is not None:
-                until = self._clock() + deadline_s
-                self._deadline = until if self._deadline is None else min(self._deadline, until)
+        self._state = self._state.change(want, reason, None if deadline_s is None else self._clock() + deadline_s)
         self._form()
         self._changed.notify_all()
 
     def _break(self, reason: str) -> None:
-        if self._want is not NoticeKind.RESTART and self._inside():
+        if not self._state.is_broken and self._inside():
             self.restarts += 1
-            self._want, self._reason, self._deadline = NoticeKind.RESTART, reason, None
-            notice = ControlNotice(self.epoch, NoticeKind.RESTART, reason)
+            self._state = self._state.change(NoticeKind.RESTART, reason)
             for plane in self.members:
                 if plane.is_alive:
-                    plane.notify_broken(notice)
+                    plane.notify_broken()
         self._form()
         self._changed.notify_all()
 
@@ -182,33 +179,38 @@ class InMemoryCoordinator:
             return
         waiting.sort(key=lambda one: (one.epoch < 0 or one.is_draining, one.rank))
         chosen, others = waiting[: self.size], waiting[self.size :]
-        sealed = self._sealed_by_all()
+        sealed, reason = self._sealed_by_all(), self._state.reason
         self.epoch += 1
+        self._state = EpochState(self.epoch)
         for rank, plane in enumerate(_in_rank_order(chosen)):
             assignment = RankAssignment(self.epoch, rank, self.size, 0, 1, rank, self.size, self._store, self.restarts)
-            plane.assign(
-                msgspec.structs.replace(assignment, reason=self._reason, stores=self._stores, resume_from=sealed)
-            )
+            plane.assign(msgspec.structs.replace(assignment, reason=reason, stores=self._stores, resume_from=sealed))
         for plane in others:
             plane.is_dismissed = plane.is_draining or not self._keep_spares
-        self._want, self._reason, self._deadline = None, "", None
         self._changed.notify_all()
 
     def _sealed_by_all(self) -> SealedStep | None:
         """Return the step that all ranks of the last world sealed, if it ended in order."""
-        sealed = {plane.checkpoint for plane in self.members}
-        return sealed.pop() if self._want is NoticeKind.RESIZE and len(sealed) == 1 else None
-
-    def _notice(self) -> ControlNotice | None:
-        if self._want is None:
+        change = self._state.current_change
+        if change is None or change.kind is not NoticeKind.RESIZE:
             return None
-        left = None if self._deadline is None else max(0.0, self._deadline - self._clock())
-        return ControlNotice(self.epoch, self._want, self._reason, left)
+        return common_checkpoint(plane.checkpoint for plane in self.members)
+
+    @property
+    def _deadline(self) -> float | None:
+        change = self._state.current_change
+        return None if change is None else change.until
+
+    def _report_paused(self) -> None:
+        """Set the target once all unfinished ranks have reported a step."""
+        self._state = self._state.agree(plane.paused_step for plane in self.members if not plane.is_finished)
+        self._changed.notify_all()
 
     def _expire(self) -> None:
         """After the deadline, lose the ranks that have not stopped, but not those that waited for them."""
-        if self._deadline is not None and self._clock() >= self._deadline:
-            self._deadline = None
+        pause = self._state.pause
+        if pause is not None and self._deadline is not None and self._clock() >= self._deadline:
+            self._state = msgspec.structs.replace(self._state, pause=msgspec.structs.replace(pause, until=None))
             silent = [one for one in self._inside() if one.paused_step is None]
             for plane in silent or [one for one in self._inside() if one.sealed_step is None]:
                 self._lose(plane, f"rank {plane.rank} did not stop in time")
@@ -243,7 +245,7 @@ class InMemoryControlPlane:
         self.last_progress: RankProgress | None = None
         self.faults: list[str] = []
         self._coordinator = plane
-        self._broken_callbacks: list[BrokenCallback] = []
+        self._broken_callbacks = BrokenCallbacks()
 
     @property
     def epoch(self) -> int:
@@ -254,6 +256,10 @@ class InMemoryControlPlane:
         return -1 if self.assignment is None else self.assignment.rank
 
     # -- ControlPlane -------------------------------------------------------------------------------------------------
+
+    @property
+    def restarts_processes(self) -> bool:
+        return False
 
     def wait_for_assignment(self, *, timeout_s: float | None = None) -> RankAssignment:
         coordinator, before = self._coordinator, self.epoch
@@ -271,15 +277,15 @@ class InMemoryControlPlane:
                 return self.assignment
             if coordinator.failure:
                 raise JobFailedError(coordinator.failure)
-            raise Dismissed(coordinator._reason or "this process is not needed any more")
+            raise Dismissed(coordinator._state.reason or "this process is not needed any more")
 
     def notice(self) -> ControlNotice | None:
         coordinator = self._coordinator
-        if coordinator._want is None or self._is_outside:
+        if coordinator._state.current_change is None or self._is_outside:
             return None
         with coordinator._changed:
             coordinator._expire()
-            return None if self._is_outside else coordinator._notice()
+            return self._notice()
 
     def agree_on_step(self, step: int, *, timeout_s: float | None = None) -> int:
         coordinator = self._coordinator
@@ -287,10 +293,12 @@ class InMemoryControlPlane:
             self._check_epoch()
             if self.paused_step is None:
                 self.paused_step = step
-            coordinator._changed.notify_all()
-            coordinator._wait(lambda: self._is_stale or self._target() is not None, timeout_s, "not all others paused")
+            coordinator._report_paused()
+            coordinator._wait(
+                lambda: self._is_stale or coordinator._state.target is not None, timeout_s, "not all others paused"
+            )
             self._check_epoch()
-            target = self._target()
+            target = coordinator._state.target
             assert target is not None  # noqa: S101 - what was waited for
             return target
 
@@ -306,7 +314,7 @@ class InMemoryControlPlane:
     def report_fault(self, reason: str, *, final: bool = False, position: ErrorPosition | None = None) -> None:
         with self._coordinator._changed:
             if not self.is_alive or self._is_outside:
-                raise StaleEpochError(f"epoch {self.epoch} has ended: {reason!r} was not reported")
+                raise stale_epoch(self.epoch, f"{reason!r} was not reported")
             self.faults.append(reason)
             if final:
                 self._coordinator.failure = f"the job failed: rank {self.rank}: {reason}"
@@ -333,15 +341,13 @@ class InMemoryControlPlane:
 
     def on_broken(self, call: BrokenCallback) -> None:
         with self._coordinator._changed:
-            self._broken_callbacks.append(call)
-            notice = self._coordinator._notice()
-            if notice is not None and notice.kind is NoticeKind.RESTART and not self._is_outside:
-                self.notify_broken(notice, call)
+            self._broken_callbacks.add(call, self._notice())
 
     def report_finished(self) -> None:
         with self._coordinator._changed:
             self._check_epoch()
             self.is_finished = True
+            self._coordinator._report_paused()
             self._coordinator._form()
             self._coordinator._changed.notify_all()
 
@@ -360,13 +366,12 @@ class InMemoryControlPlane:
         self.is_waiting = self.is_finished = False
         self.paused_step = self.sealed_step = self.checkpoint = None
 
-    def notify_broken(self, notice: ControlNotice, *calls: BrokenCallback) -> None:
-        def run() -> None:
-            for call in calls or tuple(self._broken_callbacks):
-                call(notice)
+    def notify_broken(self) -> None:
+        """Run the callbacks of this rank, which is in the broken world."""
+        self._broken_callbacks.run(self._coordinator._state.notice(self._coordinator._clock()))
 
-        if self._broken_callbacks:
-            threading.Thread(target=run, name="elastic-broken", daemon=True).start()
+    def _notice(self) -> ControlNotice | None:
+        return None if self._is_outside else self._coordinator._state.notice(self._coordinator._clock())
 
     @property
     def _is_outside(self) -> bool:
@@ -375,7 +380,7 @@ class InMemoryControlPlane:
 
     @property
     def _is_stale(self) -> bool:
-        return not self.is_alive or self._is_outside or self._coordinator._want is NoticeKind.RESTART
+        return not self.is_alive or self._is_outside or self._coordinator._state.is_broken
 
     @property
     def _is_over(self) -> bool:
@@ -390,16 +395,12 @@ class InMemoryControlPlane:
 
     @property
     def _has_stopped(self) -> bool:
-        return self._coordinator._want in (NoticeKind.RESIZE, NoticeKind.STOP) and self.sealed_step is not None
+        state = self._coordinator._state
+        return state.pause is not None and not state.is_broken and self.sealed_step is not None
 
     def _check_epoch(self) -> None:
         if self._is_stale:
-            raise StaleEpochError(f"epoch {self.epoch} has ended: {self._coordinator._reason or 'a newer one exists'}")
-
-    def _target(self) -> int | None:
-        """Return the greatest reported step once all ranks have reported one, or ``None``."""
-        paused = [plane.paused_step for plane in self._coordinator.members if not plane.is_finished]
-        return None if None in paused else max(step for step in paused if step is not None)
+            raise stale_epoch(self.epoch, self._coordinator._state.reason or "a newer one exists")
 
 
 def _in_rank_order(chosen: list[InMemoryControlPlane]) -> list[InMemoryControlPlane]:

@@ -26,6 +26,7 @@ from typing import Any, TypeAlias
 import msgspec
 
 from elastic.control.control_plane import ControlNotice, LeaveStage, NoticeKind, RankAssignment, RankProgress
+from elastic.control.epoch_state import EpochChange, EpochState
 from elastic.fault_injection.fault_spec import FaultInjection
 from elastic.world.world_state import ErrorPosition, ReachedStep, RequestedStep, SealedStep, WorldPhase
 from peerstore.errors import ProtocolError
@@ -151,6 +152,19 @@ class PauseOrder(msgspec.Struct, frozen=True):
     reason: str
     within_s: float
     stop: bool = False
+
+    @classmethod
+    def of(cls, state: EpochState, now: float) -> PauseOrder | None:
+        """Return the order of an epoch's pause, or ``None`` without one."""
+        pause = state.pause
+        if pause is None or pause.until is None:
+            return None
+        return cls(state.epoch, pause.reason, max(0.0, pause.until - now), state.is_stopping)
+
+    def change(self, now: float) -> EpochChange:
+        """Return the change that a receiver at ``now`` must make."""
+        kind = NoticeKind.STOP if self.stop else NoticeKind.RESIZE
+        return EpochChange(kind, self.reason, now + self.within_s)
 
 
 class SizeRequest(msgspec.Struct, frozen=True):

@@ -134,6 +134,10 @@ class ControlPlane(Protocol):
     - After a ``STOP`` that all ranks have sealed, ``wait_for_assignment`` raises :class:`Dismissed`.
     """
 
+    @property
+    def restarts_processes(self) -> bool:
+        """Whether a fault or another size restarts all processes, so that this one is in a single world."""
+
     def wait_for_assignment(self, *, timeout_s: float | None = None) -> RankAssignment:
         """Wait for the assignment of this process in the next world.
 

@@ -31,13 +31,13 @@ from elastic.control.control_plane import (
     RankAssignment,
     RankProgress,
 )
+from elastic.control.epoch_state import BrokenCallback, BrokenCallbacks, EpochState, stale_epoch
 from elastic.control.running_clock import RunningClock
 from elastic.errors import (
     ControlDeadlineError,
     ControlPlaneRefusedError,
     ControlPlaneUnavailableError,
     JobFailedError,
-    StaleEpochError,
 )
 from elastic.fault_injection.fault_spec import FaultInjection
 from elastic.world.world_state import ErrorPosition, SealedStep
@@ -84,14 +84,12 @@ class SupervisorClient:
         self._unsent = b""
         """Unsent rest of that status."""
         self._desired = RankDesired()
+        self._state = EpochState()
+        """State of the newest assignment's epoch, with deadlines by ``time.monotonic``."""
         self._epoch = -1
         self._is_outside = True
         """Whether this process is in no world: it has no assignment, or waits for the next one."""
-        self._notice_deadline: float | None = None
-        """Deadline of the notice by ``time.monotonic``, or ``None``."""
-        self._broken_callbacks: list[Callable[[ControlNotice], None]] = []
-        self._aborted_epoch = -1
-        """Newest epoch whose end was reported to the ``on_broken`` callbacks."""
+        self._broken_callbacks = BrokenCallbacks()
         self._on_injections: Callable[[tuple[FaultInjection, ...]], None] | None = None
         self._on_partition: Callable[[], None] | None = None
         self._lost_reason = ""
@@ -107,6 +105,10 @@ class SupervisorClient:
         self._reader.start()
 
     # -- ControlPlane -------------------------------------------------------------------------------------------------
+
+    @property
+    def restarts_processes(self) -> bool:
+        return False
 
     def wait_for_assignment(self, *, timeout_s: float | None = None) -> RankAssignment:
         with self._changed:
@@ -133,13 +135,10 @@ class SupervisorClient:
     def notice(self) -> ControlNotice | None:
         if self._is_outside:
             return None
-        notice = self._desired.notice
-        if notice is None or notice.epoch != self._epoch:
-            return self._missed_notice()
-        deadline = self._notice_deadline
-        if deadline is None:
-            return notice
-        return msgspec.structs.replace(notice, deadline_s=max(0.0, deadline - time.monotonic()))
+        state = self._state
+        if state.epoch == self._epoch and state.current_change is not None:
+            return state.notice(time.monotonic())
+        return self._missed_notice()
 
     def agree_on_step(self, step: int, *, timeout_s: float | None = None) -> int:
         with self._changed:
@@ -147,12 +146,12 @@ class SupervisorClient:
             if self._status.paused is None:
                 self._send_status(paused=step)
             self._wait(
-                lambda: self._is_stale or self._desired.pause_target is not None,
+                lambda: self._is_stale or self._state.target is not None,
                 self._deadline(timeout_s),
                 "not all others paused",
             )
             self._check_epoch()
-            target = self._desired.pause_target
+            target = self._state.target
             assert target is not None  # noqa: S101 - what was waited for
             return target
 
@@ -172,7 +171,7 @@ class SupervisorClient:
     def report_fault(self, reason: str, *, final: bool = False, position: ErrorPosition | None = None) -> None:
         with self._changed:
             if self._is_outside or self._missed_notice() is not None:
-                raise StaleEpochError(f"epoch {self._epoch} has ended: {reason!r} was not reported")
+                raise stale_epoch(self._epoch, f"{reason!r} was not reported")
             self._send_and_wait(None, fault=reason, final=final, position=position)
 
     def request_change(
@@ -182,12 +181,9 @@ class SupervisorClient:
             request = RankRequest(self._sent + 1, want, reason, deadline_s, nodes)
             self._send_and_wait(None, requests=(*self._status.requests, request))
 
-    def on_broken(self, call: Callable[[ControlNotice], None]) -> None:
+    def on_broken(self, call: BrokenCallback) -> None:
         with self._changed:
-            self._broken_callbacks.append(call)
-            notice = self.notice()
-            if notice is not None and notice.kind is NoticeKind.RESTART:
-                self._abort(notice, (call,))
+            self._broken_callbacks.add(call, self.notice())
 
     def on_injections(self, call: Callable[[tuple[FaultInjection, ...]], None], cut: Callable[[], None]) -> None:
         """Run ``call`` with the faults to inject here, and ``cut`` at each injected partition of this node."""
@@ -290,8 +286,7 @@ class SupervisorClient:
 
     @property
     def _is_broken(self) -> bool:
-        notice = self._desired.notice
-        return notice is not None and notice.kind is NoticeKind.RESTART and notice.epoch == self._epoch
+        return self._state.is_broken and self._state.epoch == self._epoch
 
     @property
     def _is_over(self) -> bool:
@@ -318,9 +313,7 @@ class SupervisorClient:
 
     def _check_epoch(self) -> None:
         if self._is_stale:
-            notice = self._desired.notice
-            why = notice.reason if notice is not None else self._desired.reason or "this process is in no world"
-            raise StaleEpochError(f"epoch {self._epoch} has ended: {why}")
+            raise stale_epoch(self._epoch, self._state.reason or self._desired.reason or "this process is in no world")
 
     # -- the reader thread --------------------------------------------------------------------------------------------
 
@@ -351,35 +344,30 @@ class SupervisorClient:
     def _apply_desired(self, desired: RankDesired) -> None:
         before = self._desired
         with self._changed:
-            limit_s = None if desired.notice is None else desired.notice.deadline_s
-            self._notice_deadline = None if limit_s is None else time.monotonic() + limit_s
-            self._desired = desired
+            self._desired, self._state = desired, _received_state(desired)
             pending = tuple(request for request in self._status.requests if request.number > desired.acknowledged)
             if len(pending) != len(self._status.requests):
                 self._status = msgspec.structs.replace(self._status, requests=pending)
-            notice = self.notice()
-            if notice is not None and notice.kind is NoticeKind.RESTART and self._aborted_epoch < notice.epoch:
-                self._aborted_epoch = notice.epoch
-                self._abort(notice, tuple(self._broken_callbacks))
+            self._broken_callbacks.run(self.notice())
             self._changed.notify_all()
         if desired.injections != before.injections and self._on_injections is not None:
             self._on_injections(desired.injections)
         if before.acknowledged and desired.partitions > before.partitions and self._on_partition is not None:
             self._on_partition()  # a new process has no connections to lose
 
-    def _abort(self, notice: ControlNotice, calls: tuple[Callable[[ControlNotice], None], ...]) -> None:
-        """Run callbacks on a separate thread: an abort of a process group may wait for this plane."""
-
-        def run() -> None:
-            for call in calls:
-                call(notice)
-
-        if calls:
-            threading.Thread(target=run, name="elastic-broken", daemon=True).start()
-
     def _connection_lost(self, why: str) -> None:
         self._lost_reason = self._lost_reason or why or "it ended"
         self._changed.notify_all()
+
+
+def _received_state(desired: RankDesired) -> EpochState:
+    """Return the state of the assigned epoch as a message of the supervisor has it."""
+    state = EpochState(-1 if desired.assignment is None else desired.assignment.epoch, target=desired.pause_target)
+    notice = desired.notice
+    if notice is None:
+        return state
+    until = None if notice.deadline_s is None else time.monotonic() + notice.deadline_s
+    return state.change(notice.kind, notice.reason, until)
 
 
 _NEW_WORLD: dict[str, object] = {"paused": None, "sealed": None, "checkpoint": None, "fault": None, "final": False}

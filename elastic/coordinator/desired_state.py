@@ -13,6 +13,7 @@ from elastic.control.control_messages import (
     StatusRequest,
     WorldSpec,
 )
+from elastic.control.epoch_state import EpochState
 from elastic.coordinator.job_snapshot import JobSnapshot
 
 
@@ -25,7 +26,9 @@ def node_desired(snapshot: JobSnapshot, node: str, now: float) -> NodeDesired:
         released is not None and released.generation == life
     )  # a smaller generation may come from a clock that went back
     formed, broken = _world_of(snapshot, record.status)
-    pause = snapshot.pause if formed is not None and formed is snapshot.world_spec else None
+    is_newest = formed is not None and formed is snapshot.world_spec
+    state = snapshot.epoch_state if is_newest else EpochState()
+    leave_until = None if state.broken is None else state.broken.until
     return NodeDesired(
         coordinator=snapshot.incarnation,
         generation=life,
@@ -33,9 +36,9 @@ def node_desired(snapshot: JobSnapshot, node: str, now: float) -> NodeDesired:
         world=formed,
         newest_world=None if formed is snapshot.world_spec else snapshot.world_record,
         broken_reason=broken,
-        broken_s=None if broken is None or formed is not snapshot.world_spec else max(0.0, snapshot.leave_until - now),
-        pause=None if pause is None else pause_order(snapshot, now),
-        pause_target=snapshot.pause_target if pause is not None else None,
+        broken_s=None if leave_until is None else max(0.0, leave_until - now),
+        pause=PauseOrder.of(state, now),
+        pause_target=state.target,
         size_request=snapshot.size_request,
         commands=tuple(record.commands),
         run_store=snapshot.is_rootless or (node == snapshot.store_node and not snapshot.settings.store),
@@ -48,7 +51,7 @@ def node_desired(snapshot: JobSnapshot, node: str, now: float) -> NodeDesired:
         exit=snapshot.outcome.exit,
         reason=snapshot.outcome.reason or record.drain_reason,
         offer_memory=snapshot.world_spec is not None and node not in snapshot.ranked,
-        standby=snapshot.standby_peers if formed is not None and formed is snapshot.world_spec else (),
+        standby=snapshot.standby_peers if is_newest else (),
         sealed_step=released.sealed_step if released is not None and is_released else snapshot.outcome.sealed_step,
     )
 
@@ -63,18 +66,11 @@ def _world_of(snapshot: JobSnapshot, status: NodeStatus) -> tuple[WorldSpec | No
     if newest is None:
         return None, None
     if status.node in snapshot.ranked:
-        return newest, snapshot.broken_reason
+        return newest, None if snapshot.epoch_state.broken is None else snapshot.epoch_state.broken.reason
     left = status.broken_reason is not None or status.sealed is not None or status.ready
     if own is None or own.epoch >= newest.epoch or left:
         return None, None
     return own, f"world {own.epoch} is over: {newest.reason}"
-
-
-def pause_order(snapshot: JobSnapshot, now: float) -> PauseOrder | None:
-    pause = snapshot.pause
-    if pause is None:
-        return None
-    return PauseOrder(pause.epoch, pause.reason, max(0.0, pause.deadline_s - now), pause.stop)
 
 
 def why_refused(snapshot: JobSnapshot, request: CoordinatorRequest) -> str:

@@ -8,6 +8,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 import msgspec
 
 from elastic.control.control_messages import NodeStatus, PauseOrder, WorldRecord, WorldSpec
+from elastic.control.control_plane import NoticeKind
+from elastic.control.epoch_state import EpochChange, EpochState
 from elastic.coordinator.node_liveness import NodeLiveness, NodeRecord, is_superseded_generation
 from elastic.coordinator.node_reports import WorldProgress
 from elastic.rendezvous.store_servers import ROOTLESS, store_nodes
@@ -18,16 +20,15 @@ replace = msgspec.structs.replace
 
 
 class FormedWorld:
-    """Specification of the newest world, totals over its reports, and why it is broken."""
+    """Specification of the newest world, totals over its reports, and the state of its epoch."""
 
     def __init__(self) -> None:
         self.spec: WorldSpec | None = None
         self.record: WorldRecord | None = None
         """Record of :attr:`spec` for nodes outside the world."""
         self.progress: WorldProgress | None = None
-        self.broken_reason: str | None = None
-        self.leave_until = 0.0
-        """Time by which the ranks of the broken world must have left it."""
+        self.epoch_state = EpochState()
+        """How the world changes: its fault, or its pause with the step after which all ranks stop."""
 
     @property
     def ranked(self) -> Collection[str]:
@@ -46,18 +47,71 @@ class FormedWorld:
 
     def form(self, spec: WorldSpec, reports: Iterable[NodeStatus]) -> None:
         """Start with a new world, and count the reports that its nodes have sent."""
-        self.spec, self.broken_reason = spec, None
+        self.spec, self.epoch_state = spec, EpochState(spec.epoch)
         self.record = _record_of(spec)
         self.progress = WorldProgress(spec)
         for status in reports:
             self.progress.update(status)
 
-    def break_up(self, epoch: int, reason: str, leave_until: float) -> bool:
-        """Mark this world as broken if it has this epoch, and return whether it has."""
-        if self.spec is None or epoch != self.spec.epoch:
+    def break_up(self, epoch: int, reason: str, leave_until: float) -> None:
+        """Mark this world as broken, and end its pause, if it has this epoch."""
+        if self.spec is not None and epoch == self.spec.epoch:
+            self.epoch_state = self.epoch_state.change(NoticeKind.RESTART, reason, leave_until).without_pause()
+
+    def pause(self, order: PauseWorld) -> None:
+        """Begin a pause, or replace the current one."""
+        kind = NoticeKind.STOP if order.stop else NoticeKind.RESIZE
+        pause = EpochChange(kind, order.reason, order.deadline_s)
+        self.epoch_state = replace(self.epoch_state, pause=pause)
+
+    def name_requester(self, reason: str) -> None:
+        """Put the reason of a request in front of the reason of the pause that it caused."""
+        pause = self.epoch_state.pause
+        if pause is not None:
+            named = replace(pause, reason=f"{reason}: {pause.reason}")
+            self.epoch_state = replace(self.epoch_state, pause=named)
+
+    def agree_on_target(self) -> bool:
+        """Set the step after which all ranks stop, once all have reported one. Return whether it was set."""
+        before = self.epoch_state
+        if before.pause is None or before.target is not None or self.progress is None:
             return False
-        self.broken_reason, self.leave_until = reason, leave_until
+        self.epoch_state = before.agree((self.progress.pause_target,))
+        if self.epoch_state.target is None:
+            return False
+        log.info("epoch %d: all stop after step %d", self.epoch_state.epoch, self.epoch_state.target)
         return True
+
+    def late_ranks(self, nodes: NodeLiveness, now: float) -> list[RankLost]:
+        """Return the loss of each rank that has not reached the target by the deadline.
+
+        Ranks that only waited for those are not lost.
+        """
+        pause, spec = self.epoch_state.pause, self.spec
+        if spec is None or pause is None or pause.until is None or now < pause.until:
+            return []
+        return [
+            RankLost(one.node, one.generation, one.spawn_count, local_rank, "it did not stop in time")
+            for one in nodes.reports_of(spec)
+            if one.world is not None and one.world.epoch == spec.epoch
+            for local_rank in one.lagging_ranks
+        ]
+
+    def resume_pause(self, received: Sequence[PauseOrder], world: WorldState, now: float) -> WorldState:
+        """Continue the pause that some ranks have received, for all ranks; return the world with that pause."""
+        if not received or world.phase is not WorldPhase.RUNNING:
+            return world
+        order = min(received, key=lambda one: (not one.stop, one.within_s))
+        until = now + order.within_s
+        self.epoch_state = replace(self.epoch_state, pause=order.change(now))
+        return replace(
+            world,
+            phase=WorldPhase.PAUSING,
+            reason=order.reason,
+            pause_deadline_s=until,
+            stopping=order.stop,
+            next_tick_s=until if world.next_tick_s is None else min(until, world.next_tick_s),
+        )
 
     def sealed_events(self, world: WorldState) -> list[StepSealed]:
         """Return an event for the first step that this world sealed after it restored the requested one."""
@@ -79,60 +133,6 @@ class FormedWorld:
 
 def _record_of(spec: WorldSpec) -> WorldRecord:
     return WorldRecord(spec.epoch, spec.ranked_nodes, spec.requested_step, spec.incarnation_epoch)
-
-
-class PauseAgreement:
-    """Pause of the newest world, and the step after which all its ranks stop."""
-
-    def __init__(self) -> None:
-        self.request: PauseWorld | None = None
-        self.target: int | None = None
-
-    def end(self) -> None:
-        self.request = self.target = None
-
-    def agree(self, progress: WorldProgress | None) -> bool:
-        """Set the target to the greatest step of any rank, once all have reported one.
-
-        Return whether it was set.
-        """
-        if self.request is None or self.target is not None or progress is None:
-            return False
-        self.target = progress.pause_target
-        if self.target is None:
-            return False
-        log.info("epoch %d: all stop after step %d", progress.epoch, self.target)
-        return True
-
-    def late_ranks(self, spec: WorldSpec | None, nodes: NodeLiveness, now: float) -> list[RankLost]:
-        """Return the loss of each rank that has not reached the target by the deadline.
-
-        Ranks that only waited for those are not lost.
-        """
-        if self.request is None or spec is None or now < self.request.deadline_s:
-            return []
-        return [
-            RankLost(one.node, one.generation, one.spawn_count, local_rank, "it did not stop in time")
-            for one in nodes.reports_of(spec)
-            if one.world is not None and one.world.epoch == spec.epoch
-            for local_rank in one.lagging_ranks
-        ]
-
-    def resume(self, received: Sequence[PauseOrder], world: WorldState, now: float) -> WorldState:
-        """Continue the pause that some ranks have received, for all ranks; return the world with that pause."""
-        if not received or world.phase is not WorldPhase.RUNNING:
-            return world
-        order = min(received, key=lambda one: (not one.stop, one.within_s))
-        until = now + order.within_s
-        self.request = PauseWorld(world.epoch, order.reason, until, order.stop)
-        return replace(
-            world,
-            phase=WorldPhase.PAUSING,
-            reason=order.reason,
-            pause_deadline_s=until,
-            stopping=order.stop,
-            next_tick_s=until if world.next_tick_s is None else min(until, world.next_tick_s),
-        )
 
 
 class StorePlacement:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from elastic.control.control_messages import ExitReason, NodeStatus, SizeRequest, WorldRecord, WorldSpec
+from elastic.control.epoch_state import EpochState
 from elastic.control.hang_detector import HangTimeouts
 from elastic.coordinator.node_liveness import NodeRecord, is_superseded_generation
 from elastic.coordinator.node_reports import LastCommittedStep
@@ -15,7 +16,6 @@ from elastic.world.world_state import (
     NO_STEP_HOLDERS,
     FailJob,
     FinishJob,
-    PauseWorld,
     ReleaseNode,
     RequestedStep,
     SealedStep,
@@ -95,11 +95,8 @@ class JobSnapshot:
     """Record of :attr:`world_spec` for nodes outside the world."""
     ranked: Collection[str]
     """Nodes of :attr:`world_spec`."""
-    broken_reason: str | None
-    leave_until: float
-    """Time by which the ranks of the broken world must have left it."""
-    pause: PauseWorld | None
-    pause_target: int | None
+    epoch_state: EpochState
+    """Fault or pause of :attr:`world_spec`."""
     size_request: SizeRequest | None
     requested_nodes: int
     standby_peers: tuple[PeerNode, ...]

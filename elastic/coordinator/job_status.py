@@ -5,9 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 
-from elastic.control.control_messages import ElasticJobStatus, ExitReason, NodeSummary
+from elastic.control.control_messages import ElasticJobStatus, ExitReason, NodeSummary, PauseOrder
 from elastic.control.control_plane import RankProgress
-from elastic.coordinator.desired_state import pause_order
 from elastic.coordinator.job_snapshot import JobSnapshot
 from elastic.coordinator.node_liveness import NodeRecord
 from elastic.rendezvous.store_servers import ROOTLESS
@@ -36,7 +35,7 @@ def elastic_job_status(snapshot: JobSnapshot, now: float, *, refused: str = "") 
         sealed=min((node.sealed for node in placed), default=-1),
         store=_store(snapshot),
         requested_nodes=snapshot.requested_nodes,
-        pause=pause_order(snapshot, now),
+        pause=PauseOrder.of(snapshot.epoch_state, now),
         refused=refused,
     )
 
@@ -98,7 +97,9 @@ def _state(snapshot: JobSnapshot, record: NodeRecord, *, inside: bool) -> str:
         return "draining"
     if not inside:
         return "standby" if status.ready else "starting"
-    return "sealed" if status.sealed is not None else "pausing" if snapshot.pause is not None else "training"
+    if status.sealed is not None:
+        return "sealed"
+    return "training" if snapshot.epoch_state.pause is None else "pausing"
 
 
 EVENT_LOG_NAME = "coordinator"

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from elastic.control.control_messages import NodeStatus, RankRequest, WorldSpec
 from elastic.control.control_plane import NoticeKind
+from elastic.control.epoch_state import common_checkpoint, common_step
 from elastic.world.world_state import (
     JobStopRequested,
     NodeFinished,
@@ -101,9 +102,9 @@ def named_step(newest: WorldSpec, reports: Iterable[NodeStatus]) -> SealedStep |
     is the step that the world had to restore.
     """
     inside = [one for one in reports if one.node in newest.ranked_nodes and _epoch(one.world) == newest.epoch]
-    sealed = {one.checkpoint if one.sealed is not None else None for one in inside}
-    if len(sealed) == 1 and None not in sealed:
-        return sealed.pop()
+    sealed = common_checkpoint(None if one.sealed is None else one.checkpoint for one in inside)
+    if sealed is not None:
+        return sealed
     return None if any(_may_have_sealed(one) for one in inside) else newest.resume_from
 
 
@@ -142,6 +143,10 @@ class _NodeProgress(NamedTuple):
     has_sealed: bool
     """Whether each rank of the node has sealed a step in this world."""
 
+    @property
+    def is_unpaused(self) -> bool:
+        return self.paused is None and not self.finished
+
 
 class WorldProgress:
     """Totals over the newest reports of a world's nodes."""
@@ -156,10 +161,8 @@ class WorldProgress:
         """Newest step that any rank has sealed in this world. It remains if the rank's node is lost."""
         self._sealed: Counter[int] = Counter()
         self._least: int | None = None
-        self._without_target = 0
+        self._unpaused = 0
         """Number of unfinished nodes that have not reported a step to pause at."""
-        self._with_target = 0
-        """Number of unfinished nodes that have reported a step to pause at."""
 
     @property
     def is_complete(self) -> bool:
@@ -179,9 +182,9 @@ class WorldProgress:
     @property
     def pause_target(self) -> int | None:
         """The greatest step that any rank reported, once all unfinished nodes have reported one."""
-        if not self.is_complete or self._without_target or not self._with_target:
+        if not self.is_complete or self._unpaused:
             return None
-        return max(one.paused for one in self._reports.values() if one.paused is not None and not one.finished)
+        return common_step(one.paused for one in self._reports.values() if not one.finished)
 
     def update(self, status: NodeStatus) -> None:
         """Count a node's newest report. A report of another world removes the node's earlier one."""
@@ -197,7 +200,7 @@ class WorldProgress:
                 self.newest_sealed = ReachedStep(one.job, one.sealed)
         has_sealed = bool(status.rank_progress) and all(one and one.has_sealed for one in status.rank_progress)
         self._reports[status.node] = progress = _NodeProgress(sealed, status.paused, status.finished, has_sealed)
-        self._count(progress, 1)
+        self._unpaused += progress.is_unpaused
         if sealed is not None:
             self._sealed[sealed] += 1
             self._least = sealed if self._least is None else min(sealed, self._least)
@@ -206,18 +209,13 @@ class WorldProgress:
         progress = self._reports.pop(node, None)
         if progress is None:
             return
-        self._count(progress, -1)
+        self._unpaused -= progress.is_unpaused
         if progress.sealed is not None:
             self._sealed[progress.sealed] -= 1
             if not self._sealed[progress.sealed]:
                 del self._sealed[progress.sealed]
                 if progress.sealed == self._least:
                     self._least = min(self._sealed, default=None)
-
-    def _count(self, progress: _NodeProgress, by: int) -> None:
-        if not progress.finished:
-            self._without_target += by * (progress.paused is None)
-            self._with_target += by * (progress.paused is not None)
 
 
 class LastCommittedStep:

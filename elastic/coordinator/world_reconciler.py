@@ -27,7 +27,7 @@ from elastic.control.control_messages import (
 )
 from elastic.control.hang_detector import HangDetector, StepTimes
 from elastic.coordinator import node_reports
-from elastic.coordinator.formed_world import FormedWorld, PauseAgreement, StorePlacement
+from elastic.coordinator.formed_world import FormedWorld, StorePlacement
 from elastic.coordinator.job_snapshot import CoordinatorSettings, JobOutcome, JobSnapshot
 from elastic.coordinator.node_commands import CommandAction, NodeCommands
 from elastic.coordinator.node_liveness import NodeLiveness, NodeRecord, is_member, is_superseded_generation
@@ -80,7 +80,6 @@ class WorldReconciler:
         self._holder_wait = HolderWait(settings.holders, policy.lost_state_timeout_s)
         self._formed = FormedWorld()
         self._repeated_steps = RepeatedSteps()
-        self._pause = PauseAgreement()
         self._store = StorePlacement(settings.store)
         self._commands = NodeCommands()
         self._outcome = JobOutcome()
@@ -111,10 +110,7 @@ class WorldReconciler:
             world_spec=formed.spec,
             world_record=formed.record,
             ranked=formed.ranked,
-            broken_reason=formed.broken_reason,
-            leave_until=formed.leave_until,
-            pause=self._pause.request,
-            pause_target=self._pause.target,
+            epoch_state=formed.epoch_state,
             size_request=self._size_request,
             requested_nodes=self._requested_nodes,
             standby_peers=self._standby_peers,
@@ -249,10 +245,10 @@ class WorldReconciler:
     def _resize(self, request: ResizeRequest | world_state.ResizeRequested, now: float) -> None:
         number = 1 if self._size_request is None else self._size_request.number + 1
         self._size_request = SizeRequest(number, request.reason, request.nodes)
-        before = self._pause.request
+        before = self._formed.epoch_state.pause
         self._decide([world_state.ResizeRequested(request.nodes, request.reason)], now)
-        if self._pause.request is not None and self._pause.request is not before:
-            self._pause.request = replace(self._pause.request, reason=f"{request.reason}: {self._pause.request.reason}")
+        if self._formed.epoch_state.pause is not before:
+            self._formed.name_requester(request.reason)
         self._notify_all()
 
     def _inject(self, request: InjectRequest, now: float) -> None:
@@ -285,7 +281,7 @@ class WorldReconciler:
         self._changed.update(self._nodes.records)
 
     def _late_ranks(self, now: float) -> list[world_state.RankLost]:
-        return self._pause.late_ranks(self._formed.spec, self._nodes, now)
+        return self._formed.late_ranks(self._nodes, now)
 
     def _decide_pending(self, now: float) -> None:
         events, self._pending_events = self._pending_events, []
@@ -332,15 +328,13 @@ class WorldReconciler:
         self._store.place(self._nodes, self._world, spec.ranked_nodes, now)  # the node of the last one may be released
         spec = self._store.with_stores(spec, self._nodes.records)
         self._formed.form(spec, self._nodes.reports_of(spec))
-        self._pause.end()
         self._requested_nodes = 0
 
     def _break(self, action: world_state.BreakWorld, now: float) -> None:
-        if self._formed.break_up(action.epoch, action.reason, now + action.within_s):
-            self._pause.end()
+        self._formed.break_up(action.epoch, action.reason, now + action.within_s)
 
     def _begin_pause(self, action: world_state.PauseWorld, now: float) -> None:
-        self._pause.request = action
+        self._formed.pause(action)
 
     def _command(self, action: CommandAction, now: float) -> None:
         self._commands.add(action, self._nodes.records)
@@ -404,7 +398,7 @@ class WorldReconciler:
                     self._decide([event], now)
 
     def _set_pause_target(self) -> None:
-        if self._pause.agree(self._formed.progress):
+        if self._formed.agree_on_target():
             self._notify_all()
 
     def _place_store(self, now: float) -> None:
@@ -446,7 +440,8 @@ class WorldReconciler:
         self._apply(actions, now)
         self._raise_epoch(self._min_epoch, now)
         inside = collected.inside()
-        self._world = self._pause.resume([one.pause for one in inside if one.pause is not None], self._world, now)
+        pauses = [one.pause for one in inside if one.pause is not None]
+        self._world = self._formed.resume_pause(pauses, self._world, now)
         wishes = [one.size_request for one in reports if one.size_request is not None]
         if wishes:
             self._size_request = max(wishes, key=lambda wish: wish.number)

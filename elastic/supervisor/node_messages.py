@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import msgspec
 
 from elastic.control.control_messages import (
@@ -17,9 +15,9 @@ from elastic.control.control_messages import (
     WorldRecord,
     WorldSpec,
 )
-from elastic.control.control_plane import ControlNotice, NoticeKind, RankAssignment, RankProgress
+from elastic.control.control_plane import RankAssignment, RankProgress
+from elastic.control.epoch_state import common_checkpoint, common_step
 from elastic.supervisor.node_state import NodeState
-from elastic.world.world_state import SealedStep
 
 replace = msgspec.structs.replace
 
@@ -66,29 +64,11 @@ def _desired_without_faults(state: NodeState, token: str, now: float) -> RankDes
     return RankDesired(
         acknowledged,
         assignment,
-        _notice(state, world.epoch, now),
-        state.pause_target,
+        state.epoch_state.notice(now),
+        state.epoch_state.target,
         coordinator_unreachable=state.coordinator_unreachable,
         standby=state.standby,
     )
-
-
-def _notice(state: NodeState, epoch: int, now: float) -> ControlNotice | None:
-    if state.broken_reason is not None:
-        deadline = state.leave_world_by
-        return ControlNotice(
-            epoch, NoticeKind.RESTART, state.broken_reason, None if deadline is None else max(0.0, deadline - now)
-        )
-    pause = _current_pause(state, now)
-    if pause is None:
-        return None
-    return ControlNotice(epoch, NoticeKind.STOP if pause.stop else NoticeKind.RESIZE, pause.reason, pause.within_s)
-
-
-def _current_pause(state: NodeState, now: float) -> PauseOrder | None:
-    if state.pause is None or state.pause_until is None:
-        return None
-    return replace(state.pause, within_s=max(0.0, state.pause_until - now))
 
 
 def node_status(state: NodeState, now: float) -> NodeStatus:
@@ -98,7 +78,8 @@ def node_status(state: NodeState, now: float) -> NodeStatus:
     """
     ordered = sorted(state.rank_processes(), key=lambda process: process.local_rank or 0)
     assigned = ordered if state.exit is None else []
-    epoch = state.world.epoch if state.world is not None else -1
+    current = state.epoch_state
+    epoch = current.epoch
     statuses = [process.status_in(epoch) for process in assigned]
     known = [status for status in statuses if status is not None]
     inside = [status for status in known if status.phase is not RankPhase.FINISHED]
@@ -112,18 +93,18 @@ def node_status(state: NodeState, now: float) -> NodeStatus:
         spares=len(state.warm_spares(now)),
         world=state.world,
         newest_world=_newer_world(state.newest_world, state.world),
-        broken_reason=state.broken_reason,
-        pause=_current_pause(state, now),
+        broken_reason=None if current.broken is None else current.broken.reason,
+        pause=PauseOrder.of(current, now),
         size_request=state.size_request,
         ready=bool(assigned) and all(process.is_ready for process in assigned),
-        paused=_greatest_step(status.paused for status in inside) if is_complete else None,
-        sealed=_greatest_step(status.sealed for status in inside) if is_complete else None,
-        checkpoint=_common_checkpoint(status.checkpoint for status in inside) if is_complete else None,
+        paused=common_step(status.paused for status in inside) if is_complete else None,
+        sealed=common_step(status.sealed for status in inside) if is_complete else None,
+        checkpoint=common_checkpoint(status.checkpoint for status in inside) if is_complete else None,
         finished=is_complete and not inside,
         lagging_ranks=tuple(
             process.local_rank or 0
             for process, status in zip(assigned, statuses, strict=True)
-            if state.pause is not None and (status is None or _is_behind(status, agreed=state.pause_target is not None))
+            if current.pause is not None and (status is None or _is_behind(status, agreed=current.target is not None))
         ),
         exited_ranks=tuple(
             RankFailure(
@@ -138,8 +119,7 @@ def node_status(state: NodeState, now: float) -> NodeStatus:
         faulty_ranks=tuple(
             RankFailure(process.local_rank or 0, fault, final=status.final, position=status.position)
             for process, status in zip(assigned, statuses, strict=True)
-            if status is not None
-            and (fault := _reported_fault(status, broken=state.broken_reason is not None)) is not None
+            if status is not None and (fault := _reported_fault(status, broken=current.is_broken)) is not None
         ),
         rank_progress=tuple(_progress_in(epoch, process.status) for process in ordered),
         silent_s=tuple(process.silent_s(now) for process in assigned),
@@ -164,21 +144,8 @@ def _progress_in(epoch: int, status: RankStatus | None) -> RankProgress | None:
     return replace(progress, has_sealed=False, base_step=None)
 
 
-def _greatest_step(steps: Iterable[int | None]) -> int | None:
-    """Return the greatest step if all ranks reported one, or ``None``."""
-    reported = list(steps)
-    known = [step for step in reported if step is not None]
-    return max(known) if reported and len(known) == len(reported) else None
-
-
 def _newer_world(record: WorldRecord | None, own: WorldSpec | None) -> WorldRecord | None:
     return None if record is None or (own is not None and record.epoch <= own.epoch) else record
-
-
-def _common_checkpoint(checkpoints: Iterable[SealedStep | None]) -> SealedStep | None:
-    """Return the checkpoint that all ranks reported, or ``None`` if they differ."""
-    distinct = set(checkpoints)
-    return distinct.pop() if len(distinct) == 1 else None
 
 
 def _is_behind(status: RankStatus, *, agreed: bool) -> bool:

@@ -18,7 +18,6 @@ from elastic.control.control_messages import (
     ExitReason,
     NodeCommand,
     NodeDesired,
-    PauseOrder,
     RankPhase,
     RankRequest,
     RankStatus,
@@ -27,9 +26,12 @@ from elastic.control.control_messages import (
     WorldSpec,
 )
 from elastic.control.control_plane import NoticeKind
+from elastic.control.epoch_state import EpochState
 from elastic.fault_injection.fault_spec import SUPERVISOR_KINDS, FaultInjection
 from elastic.world.world_state import SealedStep
 from peerstore.membership.topology import PeerNode
+
+replace = msgspec.structs.replace
 
 _SPARE_TRIES = 3
 """Spares that may exit before they are warm. After that many, the node starts no more spares."""
@@ -187,14 +189,10 @@ class NodeState:
     world: WorldSpec | None = None
     newest_world: WorldRecord | None = None
     """The newest known world without this node."""
-    broken_reason: str | None = None
-    leave_world_by: float | None = None
-    """Time by which the ranks must have left the broken world, or ``None`` for no limit."""
+    epoch_state: EpochState = field(default_factory=EpochState)
+    """State of the epoch of :attr:`world`."""
     leave_world_s: float = 0.0
     """Seconds that the ranks may take to leave the broken world, for messages."""
-    pause: PauseOrder | None = None
-    pause_until: float | None = None
-    pause_target: int | None = None
     size_request: SizeRequest | None = None
     exit: ExitReason | None = None
     reason: str = ""
@@ -281,8 +279,7 @@ class NodeState:
             self.process_exited(token, "it closed its connection before it had finished", at)
 
     def may_exit(self, process: RankProcess) -> bool:
-        stopping = self.pause is not None and self.pause.stop
-        return process.may_exit(broken=self.broken_reason is not None, stopping=stopping)
+        return process.may_exit(broken=self.epoch_state.is_broken, stopping=self.epoch_state.is_stopping)
 
     def drain(self, until: float, reason: str) -> None:
         """Drain this node until ``until``. Of two deadlines, the earlier one holds."""
@@ -314,7 +311,7 @@ class NodeState:
             self.drain(now + request.deadline_s, request.reason)
         else:
             self.requested += 1
-            numbered = msgspec.structs.replace(request, number=self.requested)
+            numbered = replace(request, number=self.requested)
             self.requests.append((self.number + 1, numbered))
 
     # -- from the coordinator -----------------------------------------------------------------------------------------
@@ -370,9 +367,9 @@ class NodeState:
         """
         self.generation = self.new_generation()
         self.spawn_count = sum(process.local_rank is not None for process in self.processes.values())
-        if self.world is not None and self.broken_reason is None:
-            self.broken_reason = "this node was given up for lost"
-        self.pause = self.pause_until = self.pause_target = None
+        if self.world is not None:
+            self.epoch_state = self.epoch_state.change(NoticeKind.RESTART, "this node was given up for lost")
+        self.epoch_state = self.epoch_state.without_pause()
         self.coordinator, self.last_command = "", 0
 
     def _form(self, orders: NodeDesired, now: float) -> None:
@@ -380,7 +377,7 @@ class NodeState:
         if formed is not None and self.node in formed.ranked_nodes:
             known = self.world.epoch if self.world is not None else -1
             if formed.epoch > known:
-                self.broken_reason = self.pause = self.pause_until = self.pause_target = self.leave_world_by = None
+                self.epoch_state = EpochState(formed.epoch)
                 for process in self.rank_processes():
                     process.formed_epoch = formed.epoch
             if formed.epoch >= known:
@@ -388,19 +385,26 @@ class NodeState:
                 self._assign_ranks(formed)
         if self.world is None:
             return
-        if orders.broken_reason is not None and formed is not None and formed.epoch == self.world.epoch:
-            if self.broken_reason is None and orders.broken_s is not None:
-                self.leave_world_by, self.leave_world_s = now + orders.broken_s, orders.broken_s
-            self.broken_reason = orders.broken_reason
+        if formed is not None and formed.epoch == self.world.epoch:
+            self._apply_change(orders, now)
+
+    def _apply_change(self, orders: NodeDesired, now: float) -> None:
+        """Apply the coordinator's change of this node's epoch."""
+        if orders.broken_reason is not None:
+            until = None if orders.broken_s is None else now + orders.broken_s
+            if not self.epoch_state.is_broken:
+                self.leave_world_s = orders.broken_s or 0.0
+            self.epoch_state = self.epoch_state.change(NoticeKind.RESTART, orders.broken_reason, until)
             for process in self.rank_processes():
                 process.formed_epoch = process.assigned_epoch  # ranks that still wait for the store never entered it
-        if orders.pause is not None and orders.pause.epoch == self.world.epoch:
-            self.pause, self.pause_until = orders.pause, now + orders.pause.within_s
-        if formed is not None and formed.epoch == self.world.epoch and orders.pause_target is not None:
-            self.pause_target = orders.pause_target
+        pause, target = orders.pause, orders.pause_target
+        if pause is not None and pause.epoch == self.epoch_state.epoch:
+            self.epoch_state = replace(self.epoch_state, pause=pause.change(now))
+        if target is not None:
+            self.epoch_state = replace(self.epoch_state, target=target)
 
     def _assign_ranks(self, formed: WorldSpec) -> None:
-        if formed.store and self.broken_reason is None:
+        if formed.store and not self.epoch_state.is_broken:
             for process in self.rank_processes():
                 process.assigned_epoch = process.formed_epoch
 
@@ -469,7 +473,7 @@ class NodeState:
 
     def _fill_local_rank(self, local_rank: int, warm_spares: Sequence[RankProcess] = ()) -> None:
         for process in [process for process in self.rank_processes() if process.local_rank == local_rank]:
-            self._drop(process.token, stacks=self.broken_reason is not None and process.is_inside)
+            self._drop(process.token, stacks=self.epoch_state.is_broken and process.is_inside)
         self.spawn_count += 1
         if warm_spares:
             warm_spares[0].local_rank = local_rank
@@ -485,7 +489,7 @@ class NodeState:
     def _drop(self, token: str, *, stacks: bool = False) -> None:
         process = self.processes.pop(token)
         if process.exit_description is None:
-            why = f"{self._rank_name(process)} is replaced: {self.broken_reason}" if stacks else ""
+            why = f"{self._rank_name(process)} is replaced: {self.epoch_state.reason}" if stacks else ""
             self.effects.append(EndProcess(token, why, stacks=stacks))
 
     def _start_spares(self) -> None:
@@ -503,9 +507,10 @@ class NodeState:
 
     def _end_late_processes(self, now: float) -> None:
         """End processes that have not left the broken world in time, or that are mute in it."""
-        if self.broken_reason is None or self.exit is not None:
+        broken = self.epoch_state.broken
+        if broken is None or self.exit is not None:
             return
-        is_over = self.leave_world_by is not None and now >= self.leave_world_by
+        is_over = broken.until is not None and now >= broken.until
         for process in self.rank_processes():
             if process.exit_description is not None:
                 continue
@@ -530,7 +535,7 @@ class NodeState:
     def is_leaving(self, token: str) -> bool:
         """Return whether the process is leaving a broken world, by its own report."""
         process = self.processes.get(token)
-        if process is None or process.status is None or self.broken_reason is None:
+        if process is None or process.status is None or not self.epoch_state.is_broken:
             return False
         return process.is_inside and process.status.leave_stage is not None
 
@@ -539,12 +544,13 @@ class NodeState:
 
     def next_due(self) -> float | None:
         """Return when :meth:`tick` must next end a process, or ``None`` if no such time is known."""
-        if self.broken_reason is None or self.exit is not None:
+        broken = self.epoch_state.broken
+        if broken is None or self.exit is not None:
             return None
         alive = [process for process in self.rank_processes() if process.exit_description is None]
         times = [process.end_by for process in alive]
         if any(process.is_inside and not process.end_reason for process in alive):
-            times.append(self.leave_world_by)
+            times.append(broken.until)
         return min((when for when in times if when is not None), default=None)
 
     def refill_spares(self, now: float) -> None:

@@ -30,7 +30,6 @@ import torch.distributed as dist
 
 from elastic.control.control_plane import ControlPlane
 from elastic.errors import UnhealthyProcessError, WorldChanged
-from elastic.workers.store_control_plane import StoreControlPlane
 from elastic.workers.world_handle import World
 from tieredckpt.live.survivor_state import SurvivorState, track_step_boundaries
 
@@ -229,7 +228,7 @@ class SurvivorRecovery:
         self._survivor_state: SurvivorState | None = None
         self._stack = contextlib.ExitStack()
         self._disabled_reason = ""
-        if isinstance(plane, StoreControlPlane):
+        if plane.restarts_processes:
             self._disabled_reason = "after a fault all processes are started anew"
         elif own_groups:
             self._disabled_reason = "the train function makes its own groups"

@@ -35,6 +35,13 @@ import msgspec
 import torch.distributed as dist
 
 from elastic.control.control_plane import ControlNotice, Dismissed, NoticeKind, RankAssignment, RankProgress
+from elastic.control.epoch_state import (
+    BrokenCallback,
+    BrokenCallbacks,
+    EpochState,
+    common_step,
+    stale_epoch,
+)
 from elastic.control.hang_detector import HangTimeouts, StepTimes
 from elastic.control.running_clock import since_boot
 from elastic.errors import ControlDeadlineError, ControlPlaneUnavailableError, JobFailedError, StaleEpochError
@@ -54,6 +61,8 @@ from peerstore.message_codec import from_json
 log = logging.getLogger(__name__)
 
 _PREFIX = "elastic/plane"
+_DEPARTED = "departed"
+"""Point that a rank reaches when it needs the store no longer."""
 _EVENT_TIMEOUT = timedelta(days=1)
 LEAVE_S = ScalingPolicy().abort_timeout_s
 
@@ -107,21 +116,21 @@ class StoreControlPlane:
         self._changed = threading.Condition()
         self._number = -1
         """Number of the question that all ranks have answered."""
-        self._epoch = -1
-        self._event: _Event | None = None
-        """Notice that applies."""
-        self._until: float | None = None
-        """Its deadline, on the clock since boot."""
+        self._state = EpochState()
+        """State of the only epoch, with deadlines on the clock since boot."""
         self._received_events = 0
         self._sent_events = 0
-        self._target: int | None = None
         self._gathered: set[str] = set()
         self._progress = RankProgress(-1)
         self._heartbeats: RankHeartbeats | None = None
         self._paused = self._sealed = self._finished = self._left = self._closed = False
-        self._is_store_lost = False
-        self._broken_calls: list[Callable[[ControlNotice], None]] = []
+        self._is_store_lost = self._departed = False
+        self._broken_callbacks = BrokenCallbacks()
         self._threads: list[threading.Thread] = []
+
+    @property
+    def restarts_processes(self) -> bool:
+        return True
 
     def wait_for_assignment(self, *, timeout_s: float | None = None) -> RankAssignment:
         """Return the assignment in the started world.
@@ -132,7 +141,9 @@ class StoreControlPlane:
             self._no_further()
         until = None if timeout_s is None else time.monotonic() + timeout_s
         with _store_errors():
-            self._number, self._epoch = self._meet_as_first_rank(until) if self._place.rank == 0 else self._meet(until)
+            self._number, epoch = self._meet_as_first_rank(until) if self._place.rank == 0 else self._meet(until)
+        with self._changed:
+            self._state = msgspec.structs.replace(self._state, epoch=epoch)
         self._heartbeats = self._make_heartbeats()
         self._start(self._watch)
         self._start(self._beat, self._heartbeats)
@@ -140,27 +151,35 @@ class StoreControlPlane:
         return msgspec.structs.replace(self._place, epoch=self._epoch, hang_s=hang_s)
 
     def notice(self) -> ControlNotice | None:
-        event = self._event
-        if event is None or event.want is None:
-            return None
-        left = None if self._until is None else max(0.0, self._until - since_boot())
-        return ControlNotice(self._epoch, event.want, event.reason, left)
+        return self._state.notice(since_boot())
 
     def agree_on_step(self, step: int, *, timeout_s: float | None = None) -> int:
         self._check()
         try:
-            with _store_errors():
-                self._say_pause(step)
+            self.report_pause(step)
         except ControlPlaneUnavailableError:
             if self._closed:  # its store was closed with it
                 self._check()
             raise
         with self._changed:
-            found = self._changed.wait_for(lambda: self._target is not None or self._is_stale, timeout_s)
+            self._changed.wait_for(lambda: self._state.target is not None or self._is_stale, timeout_s)
         self._check()
-        if not found or self._target is None:
+        target = self._state.target
+        if target is None:
             raise ControlDeadlineError(f"not all others paused within {timeout_s:g} s")
-        return self._target
+        return target
+
+    def report_pause(self, step: int) -> None:
+        """Report the step of this rank, without a wait for the others."""
+        if self._paused:
+            return
+        ranks = range(self._place.world_size)
+        with _store_errors():
+            self._store.set(self._name(f"pause/{self._place.rank}"), str(step))
+            self._paused = True
+            if self._store.add(self._name("paused"), 1) == len(ranks):
+                reported = self._store.multi_get([self._name(f"pause/{rank}") for rank in ranks])
+                self._publish(_Event(target=common_step(map(int, reported))))
 
     def report_sealed(self, step: int, *, checkpoint: SealedStep | None = None, timeout_s: float | None = None) -> None:
         self._check()
@@ -168,7 +187,7 @@ class StoreControlPlane:
 
     def report_progress(self, progress: RankProgress) -> None:
         self._progress = progress
-        if progress.idle and self._is_broken:
+        if progress.idle and self._state.is_broken:
             self._mark_left()
 
     def report_fault(self, reason: str, *, final: bool = False, position: ErrorPosition | None = None) -> None:
@@ -176,7 +195,7 @@ class StoreControlPlane:
 
         The launcher counts restarts, so ``final`` and ``position`` have no effect.
         """
-        if self._is_broken and not self._left:
+        if self._state.is_broken and not self._left:
             return
         self._check()
         self._publish(_Event(NoticeKind.RESTART, f"rank {self._place.rank}: {reason}"))
@@ -191,12 +210,9 @@ class StoreControlPlane:
             _Event(NoticeKind.STOP if self._is_last_world and want is NoticeKind.RESIZE else want, reason, deadline_s)
         )
 
-    def on_broken(self, call: Callable[[ControlNotice], None]) -> None:
+    def on_broken(self, call: BrokenCallback) -> None:
         with self._changed:
-            self._broken_calls.append(call)
-            notice = self.notice()
-        if notice is not None and notice.kind is NoticeKind.RESTART:
-            self._start(call, notice)
+            self._broken_callbacks.add(call, self.notice())
 
     def report_finished(self) -> None:
         self._check()
@@ -226,6 +242,24 @@ class StoreControlPlane:
         """Wait until all ranks have reached ``what`` or the epoch is over, and return False on timeout."""
         with self._changed:
             return self._changed.wait_for(lambda: what in self._gathered or self._is_stale, timeout_s)
+
+    def depart(self, *, wait_s: float | None = None) -> bool:
+        """Announce that this rank needs the store no longer. Return whether this is the first announcement.
+
+        With ``wait_s``, wait that long for all other ranks: a process that serves the store ends after them.
+        """
+        with self._changed:
+            if self._departed:
+                return False
+            self._departed = True
+        try:
+            self.gather(_DEPARTED, wait=False)
+        except ControlPlaneUnavailableError as error:
+            log.info("cannot announce the exit of this rank: %s", error)
+            return True
+        if wait_s is not None and not self.has_gathered(_DEPARTED, timeout_s=wait_s):
+            log.warning("not all ranks have left after %g s", wait_s)
+        return True
 
     def close(self) -> None:
         with self._changed:
@@ -292,9 +326,9 @@ class StoreControlPlane:
     def _wait_for_others(self, pause_s: float, until: float | None) -> None:
         with self._changed:
             left_s = pause_s if until is None else min(pause_s, until - time.monotonic())
-            self._changed.wait_for(lambda: self._closed or self._event is not None, max(0.0, left_s))
-        if self._closed or self._event is not None:
-            reason = "closed" if self._event is None else self._event.reason
+            self._changed.wait_for(self._has_ended, max(0.0, left_s))
+        if self._has_ended():
+            reason = self._state.reason or "closed"
             raise StaleEpochError(f"the world ended before all its ranks had joined: {reason}")
         if until is not None and time.monotonic() >= until:
             raise ControlDeadlineError("not all ranks came in time")
@@ -316,17 +350,6 @@ class StoreControlPlane:
         """Wake this rank's watching thread, which waits for event ``number``."""
         self._store.set(self._name(f"wake/{number}/{self._place.rank}"), "1")
 
-    def _say_pause(self, step: int) -> None:
-        """Report the step of this rank; the last rank to report publishes the target."""
-        if self._paused:
-            return
-        ranks = range(self._place.world_size)
-        self._store.set(self._name(f"pause/{self._place.rank}"), str(step))
-        self._paused = True
-        if self._store.add(self._name("paused"), 1) == len(ranks):
-            reported = self._store.multi_get([self._name(f"pause/{rank}") for rank in ranks])
-            self._publish(_Event(target=max(map(int, reported))))
-
     def _watch(self) -> None:
         try:
             while not self._closed:
@@ -345,7 +368,7 @@ class StoreControlPlane:
         return None
 
     def _store_lost(self, error: Exception) -> None:
-        if not self._closed and not self._is_broken:  # after both, connections are closed on purpose
+        if not self._closed and not self._state.is_broken:  # after both, connections are closed on purpose
             self._is_store_lost = True
             self._store.abort()  # a thread that waits there would never return
             self._apply(_Event(NoticeKind.RESTART, f"the store that the ranks met at is gone: {error}"))
@@ -362,8 +385,8 @@ class StoreControlPlane:
         """Send heartbeats. They also detect a lost store: the thread that waits for an event would not notice."""
         beats = 0
         try:
-            while not self._closed and not self._is_broken:
-                over, stopping = self._finished or self._sealed, self._event is not None
+            while not self._closed and not self._state.is_broken:
+                over, stopping = self._finished or self._sealed, self._state.current_change is not None
                 reason = heartbeats.beat(self._progress, time.monotonic(), over=over, stopping=stopping)
                 if reason is not None:
                     log.error("epoch %d: %s", self._epoch, reason)
@@ -372,7 +395,7 @@ class StoreControlPlane:
                 if beats % IDLE_HEARTBEATS == 0 and self._store.check([self._name(f"event/{number}")]):
                     self._wake(number)  # the publishing rank ended before it could wake all ranks
                 with self._changed:
-                    self._changed.wait_for(lambda: self._closed or self._is_broken, self._beat_s)
+                    self._changed.wait_for(lambda: self._closed or self._state.is_broken, self._beat_s)
         except (RuntimeError, ControlPlaneUnavailableError) as error:
             self._store_lost(error)
 
@@ -393,36 +416,30 @@ class StoreControlPlane:
             if event.came:
                 self._gathered.add(event.came)
             elif event.target is not None:
-                self._target = event.target
-            elif self._event is None or self._event.want is not NoticeKind.RESTART:
-                broken = event.want is NoticeKind.RESTART
-                within_s = self._leave_s if broken else event.within_s
+                self._state = self._state.agree((event.target,))
+            elif event.want is not None:
+                within_s = self._leave_s if event.want is NoticeKind.RESTART else event.within_s
                 until = None if within_s is None else since_boot() + within_s
-                earlier = None if broken else self._until
-                self._until = min((one for one in (earlier, until) if one is not None), default=None)
-                self._event = event
+                self._state = self._state.change(event.want, event.reason, until)
             self._changed.notify_all()
-            notice = self.notice()
-            calls = tuple(self._broken_calls)
+            self._broken_callbacks.run(self.notice())
         if event.hangs and self._leave_s is not None:
             self._start(self._end_if_not_left, event.reason, self._leave_s)
-        if event.want is NoticeKind.RESTART and notice is not None and notice.reason == event.reason:
-            for call in calls:
-                call(notice)
 
     @property
-    def _is_broken(self) -> bool:
-        event = self._event
-        return event is not None and event.want is NoticeKind.RESTART
+    def _epoch(self) -> int:
+        return self._state.epoch
+
+    def _has_ended(self) -> bool:
+        return self._closed or self._state.current_change is not None
 
     @property
     def _is_stale(self) -> bool:
-        return self._epoch < 0 or self._closed or self._is_broken
+        return self._epoch < 0 or self._closed or self._state.is_broken
 
     def _check(self) -> None:
         if self._is_stale:
-            reason = self._event.reason if self._event is not None else "it has not begun, or was left"
-            raise StaleEpochError(f"epoch {self._epoch} is over: {reason}")
+            raise stale_epoch(self._epoch, self._state.reason or "it has not begun, or was left")
 
     def _mark_left(self) -> None:
         with self._changed:
@@ -433,7 +450,7 @@ class StoreControlPlane:
         self._mark_left()
         if self._finished or self._sealed:
             raise Dismissed("the launcher of this process starts the next ones")
-        reason = self._event.reason if self._event is not None else "left without being asked"
+        reason = self._state.reason or "left without being asked"
         raise JobFailedError(f"this world has ended ({reason}), and its launcher has to start the next one")
 
     def _start(self, work: Callable[..., None], *args: object) -> None:

@@ -109,6 +109,11 @@ def test_ranks_know_the_store_of_every_node():
             seat.report_finished()
 
 
+def test_plane_says_whether_a_fault_restarts_its_process(start):
+    job = start(1)
+    assert [seat.restarts_processes for seat in job.planes] == [job.starts_anew]
+
+
 def test_healthy_world_has_no_notice(start):
     job = start(2)
     wait_all_assigned(job.planes)

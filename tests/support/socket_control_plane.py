@@ -24,6 +24,8 @@ _LOOK_S = 0.01
 class SocketControlPlane:
     """``ControlPlane`` of one rank over a socket; notices are pushed, so ``notice`` reads memory."""
 
+    restarts_processes = False
+
     def __init__(self, address: str) -> None:
         self._pipe: Connection = Client(address, "AF_UNIX")
         self._numbers = itertools.count()

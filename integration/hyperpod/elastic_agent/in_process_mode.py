@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, MutableMapping
 import torch.distributed as dist
 
 from elastic.control.control_plane import ControlNotice, Dismissed, NoticeKind, RankAssignment, RankProgress
+from elastic.control.epoch_state import BrokenCallback, BrokenCallbacks
 from elastic.control.hang_detector import HangTimeouts, StepTimes
 from elastic.errors import (
     ControlDeadlineError,
@@ -83,8 +84,12 @@ class InProcessControlPlane:
         self._starts: list[float] = []
         """Times at which faults made this process leave a world."""
         self._own_faults: list[float] = []
-        self._calls: list[Callable[[ControlNotice], None]] = []
+        self._broken_callbacks = BrokenCallbacks()
         worker.add_fault_callback(self._on_agent_fault)
+
+    @property
+    def restarts_processes(self) -> bool:
+        return False
 
     def wait_for_assignment(self, *, timeout_s: float | None = None) -> RankAssignment:
         until = None if timeout_s is None else time.monotonic() + timeout_s
@@ -164,12 +169,9 @@ class InProcessControlPlane:
             raise ControlPlaneUnavailableError(f"{reason}: this process is in no world")
         inner.request_change(want, reason, deadline_s=deadline_s, nodes=nodes)
 
-    def on_broken(self, call: Callable[[ControlNotice], None]) -> None:
+    def on_broken(self, call: BrokenCallback) -> None:
         with self._changed:
-            self._calls.append(call)
-            notice = self.notice()
-        if notice is not None and notice.kind is NoticeKind.RESTART:
-            threading.Thread(target=call, args=(notice,), name="hyperpod-broken", daemon=True).start()
+            self._broken_callbacks.add(call, self.notice())
 
     def report_finished(self) -> None:
         """Report the end of the work, and wait until all ranks have reported theirs."""
@@ -192,21 +194,11 @@ class InProcessControlPlane:
         ended_well = self._finished or self._stopped
         if inner is not None:
             if ended_well:
-                self._leave_store(inner)
+                inner.depart(wait_s=_EXIT_WAIT_S if self._servers.is_serving else None)
             inner.close()
         self._servers.close()
         if not ended_well:
             self._worker.close()
-
-    def _leave_store(self, inner: StoreControlPlane) -> None:
-        """Announce a regular exit. The rank that serves the store waits for all others."""
-        try:
-            inner.gather("left", wait=False)
-        except ControlPlaneUnavailableError as error:
-            log.info("cannot announce the exit of this rank: %s", error)
-            return
-        if self._servers.is_serving:
-            inner.has_gathered("left", timeout_s=_EXIT_WAIT_S)
 
     def _leave(self, until: float | None) -> None:
         """Leave the current world, and request a restart unless the agent already knows."""
@@ -301,18 +293,9 @@ class InProcessControlPlane:
             inner.mark_broken(reason)
 
     def _run_callbacks(self, notice: ControlNotice) -> None:
-        """Run the callbacks on a separate thread.
-
-        A callback that aborts a group may wait for this control plane, which must remain responsive.
-        """
-        calls = tuple(self._calls)
-
-        def run() -> None:
-            for call in calls:
-                call(notice)
-
-        if self._inside and calls:
-            threading.Thread(target=run, name="hyperpod-broken", daemon=True).start()
+        """Run the callbacks, unless the world broke before this rank entered it."""
+        if self._inside:
+            self._broken_callbacks.run(notice)
 
 
 def _assignment(environ: Mapping[str, str], epoch: int) -> RankAssignment:

@@ -19,12 +19,14 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from elastic.control.control_plane import Dismissed, NoticeKind, RankAssignment, RankProgress
+from elastic.control.control_plane import ControlNotice, Dismissed, NoticeKind, RankAssignment, RankProgress
+from elastic.control.epoch_state import BrokenCallback
 from elastic.control.hang_detector import HangTimeouts
 from elastic.errors import ControlPlaneUnavailableError, ElasticError, JobFailedError
 from elastic.settings import abort_timeout_in, hang_limits_in
 from elastic.workers.launch_environment import connect_store
 from elastic.workers.store_control_plane import StoreControlPlane
+from elastic.world.world_state import ErrorPosition, SealedStep
 from integration.hyperpod.elastic_agent.checkpoint_reporter import CheckpointReporter, agent_checkpoint_reporter
 from integration.hyperpod.elastic_agent.environment import LaunchedWorker, launched_worker, stop_patience_s
 from integration.hyperpod.elastic_agent.stop_signal import GroupSignalListener, agent_stop_signal
@@ -34,11 +36,10 @@ log = logging.getLogger(__name__)
 _STORE_TIMEOUT = timedelta(minutes=5)
 _EXIT_TIMEOUT_S = 30.0
 """Seconds that rank 0 serves the store while other ranks exit."""
-_DONE_KEY = "gone"
 
 
-class ProcessControlPlane(StoreControlPlane):
-    """Control plane of one rank for its only world."""
+class ProcessControlPlane:
+    """Control plane of one rank for its only world, over the store that rank 0 serves."""
 
     def __init__(
         self,
@@ -51,7 +52,7 @@ class ProcessControlPlane(StoreControlPlane):
         host, port = worker.master_address
         self._store_server = _server(host, port) if worker.assignment.rank == 0 else None
         # The agent starts the next world immediately from the nodes' memory: nothing must become durable.
-        super().__init__(
+        self._plane = StoreControlPlane(
             lambda: connect_store(host, port),
             worker.assignment,
             last=False,
@@ -64,15 +65,44 @@ class ProcessControlPlane(StoreControlPlane):
         self._may_exit = threading.Event()
         """Set once the agent of this rank requests its stop, or its pod is preempted."""
         self._request_lock = threading.RLock()  # a signal handler may interrupt its holder
-        self._requested = self._announced = False
+        self._is_assigned = self._sealed = self._finished = self._closed = False
+        self._requested = self._departed = False
         self._completed: int | None = None
         asked.add_callback(self._agent_asks)
 
+    @property
+    def restarts_processes(self) -> bool:
+        return True
+
     def wait_for_assignment(self, *, timeout_s: float | None = None) -> RankAssignment:
-        place = super().wait_for_assignment(timeout_s=timeout_s)
+        """Return the assignment in the started world.
+
+        The second call raises the reason why no other world follows.
+        """
+        if self._is_assigned:
+            self._end_world()
+        place = self._plane.wait_for_assignment(timeout_s=timeout_s)
+        self._is_assigned = True
         if self._asked.received.is_set():  # the signal came before the world formed
             self._agent_asks()
         return place
+
+    def notice(self) -> ControlNotice | None:
+        return self._plane.notice()
+
+    def agree_on_step(self, step: int, *, timeout_s: float | None = None) -> int:
+        return self._plane.agree_on_step(step, timeout_s=timeout_s)
+
+    def report_sealed(self, step: int, *, checkpoint: SealedStep | None = None, timeout_s: float | None = None) -> None:
+        self._plane.report_sealed(step, checkpoint=checkpoint, timeout_s=timeout_s)
+        self._sealed = True
+
+    def report_progress(self, progress: RankProgress) -> None:
+        self._plane.report_progress(progress)
+        self._completed = progress.step
+
+    def report_fault(self, reason: str, *, final: bool = False, position: ErrorPosition | None = None) -> None:
+        self._plane.report_fault(reason, final=final, position=position)
 
     def request_change(
         self, want: NoticeKind, reason: str, *, deadline_s: float | None = None, nodes: int | None = None
@@ -84,30 +114,31 @@ class ProcessControlPlane(StoreControlPlane):
         if deadline_s is not None:
             self._may_exit.set()  # this pod is preempted, and its agent knows
         with self._request_lock:
-            if self._announced or (self._requested and want is NoticeKind.RESIZE and deadline_s is None):
+            if self._departed or (self._requested and want is NoticeKind.RESIZE and deadline_s is None):
                 return
-            super().request_change(want, reason, deadline_s=deadline_s, nodes=nodes)
+            self._plane.request_change(want, reason, deadline_s=deadline_s, nodes=nodes)
             self._requested = self._requested or want is NoticeKind.RESIZE
 
-    def report_progress(self, progress: RankProgress) -> None:
-        super().report_progress(progress)
-        self._completed = progress.step
+    def on_broken(self, call: BrokenCallback) -> None:
+        self._plane.on_broken(call)
 
     def report_finished(self) -> None:
         """Report the end of the work, and a pause at the last step.
 
         A rank that receives a stop request after the last step would otherwise wait for this rank.
         """
-        super().report_finished()
+        self._plane.report_finished()
+        self._finished = True
         if self._completed is not None:
-            with contextlib.suppress(RuntimeError):
-                self._say_pause(self._completed)
+            with contextlib.suppress(ControlPlaneUnavailableError):
+                self._plane.report_pause(self._completed)
 
     def close(self) -> None:
         self._asked.remove_callback(self._agent_asks)
         if not self._closed and (self._finished or self._sealed):
             self._depart()
-        super().close()
+        self._closed = True
+        self._plane.close()
 
     def _agent_asks(self) -> None:
         self._may_exit.set()
@@ -116,7 +147,8 @@ class ProcessControlPlane(StoreControlPlane):
         except ElasticError as error:  # repeated when a world exists, or by the script's signal handler
             log.info("%s", error)
 
-    def _no_further(self) -> None:
+    def _end_world(self) -> None:
+        """Raise the reason why no other world follows in this process."""
         if self._sealed and not self._finished:
             self._depart()
             if not self._may_exit.wait(self._patience_s):
@@ -126,34 +158,19 @@ class ProcessControlPlane(StoreControlPlane):
                     "its exit does not count as the end of the job"
                 )
             raise Dismissed("the elastic agent starts the next world")
-        self._announce_done()  # nothing is sealed, so no rank must wait for this one
-        super()._no_further()
+        self._leave_store(wait_s=None)  # nothing is sealed, so no rank must wait for this one
+        self._plane.wait_for_assignment()
 
     def _depart(self) -> None:
-        """Announce that this rank is done.
-
-        The ranks that serve the store or report to the agent wait for all others.
-        """
-        if not self._announce_done():
-            return
-        if self._store_server is not None or self._reporter is not None:
-            self._await_departures()
-        if self._reporter is not None:
+        """Leave the store in order, and report the last step, which is complete once all ranks have left."""
+        is_last = self._store_server is not None or self._reporter is not None
+        if self._leave_store(wait_s=_EXIT_TIMEOUT_S if is_last else None) and self._reporter is not None:
             self._reporter.flush()
 
-    def _announce_done(self) -> bool:
-        """Announce that this rank no longer needs the store. Return whether this is the first announcement."""
+    def _leave_store(self, *, wait_s: float | None) -> bool:
         with self._request_lock:
-            if self._announced:
-                return False
-            self._announced = True
-        with contextlib.suppress(ControlPlaneUnavailableError):
-            self.gather(_DONE_KEY, wait=False)
-        return True
-
-    def _await_departures(self) -> None:
-        if not self.has_gathered(_DONE_KEY, timeout_s=_EXIT_TIMEOUT_S):
-            log.warning("not all ranks have left after %g s", _EXIT_TIMEOUT_S)
+            self._departed = True
+        return self._plane.depart(wait_s=wait_s)
 
 
 def process_control_plane(environ: Mapping[str, str]) -> ProcessControlPlane:

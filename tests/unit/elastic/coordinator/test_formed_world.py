@@ -5,8 +5,9 @@ from __future__ import annotations
 import msgspec
 
 from elastic.control.control_messages import NodeStatus, PauseOrder, WorldSpec
-from elastic.control.control_plane import RankProgress
-from elastic.coordinator.formed_world import FormedWorld, PauseAgreement, StorePlacement
+from elastic.control.control_plane import NoticeKind, RankProgress
+from elastic.control.epoch_state import EpochChange, EpochState
+from elastic.coordinator.formed_world import FormedWorld, StorePlacement
 from elastic.coordinator.node_liveness import NodeLiveness
 from elastic.rendezvous.store_servers import ROOTLESS
 from elastic.world.world_state import (
@@ -41,12 +42,13 @@ def formed(*reports):
 
 def test_only_the_newest_world_breaks():
     world = formed()
-    assert not world.break_up(2, "lost", 5.0)
-    assert world.broken_reason is None
-    assert world.break_up(3, "lost", 5.0)
-    assert (world.broken_reason, world.leave_until) == ("lost", 5.0)
+    world.break_up(2, "lost", 5.0)
+    assert not world.epoch_state.is_broken
+    world.pause(PauseWorld(3, "resized", 20.0))
+    world.break_up(3, "lost", 5.0)
+    assert world.epoch_state == EpochState(3, broken=EpochChange(NoticeKind.RESTART, "lost", 5.0))
     world.form(WorldSpec(4, ("n0",), 0, ""), ())
-    assert world.broken_reason is None
+    assert world.epoch_state == EpochState(4)
 
 
 def test_reached_step_of_a_lost_node_remains_for_the_next_world():
@@ -80,32 +82,30 @@ def test_requested_step_is_forgotten_once_every_rank_has_sealed():
 
 
 def test_pause_target_is_the_greatest_step_once_all_nodes_reported_one():
-    pause, world = PauseAgreement(), formed(status("n0", paused=4))
-    assert not pause.agree(world.progress)
-    pause.request = PauseWorld(3, "resized", 20.0)
-    assert not pause.agree(world.progress)
+    world = formed(status("n0", paused=4), status("n1"))
+    assert not world.agree_on_target()
+    world.pause(PauseWorld(3, "resized", 20.0))
+    assert not world.agree_on_target()
     world.progress.update(status("n1", paused=6))
-    assert pause.agree(world.progress)
-    assert pause.target == 6
-    assert not pause.agree(world.progress)
-    pause.end()
-    assert (pause.request, pause.target) == (None, None)
+    assert world.agree_on_target()
+    assert world.epoch_state.target == 6
+    assert not world.agree_on_target()
 
 
 def test_lagging_ranks_are_lost_after_the_deadline_of_a_pause():
-    pause, nodes = PauseAgreement(), liveness(status("n0"), status("n1", lagging_ranks=(0,)))
-    assert pause.late_ranks(WORLD, nodes, 30.0) == []
-    pause.request = PauseWorld(3, "resized", 20.0)
-    assert pause.late_ranks(WORLD, nodes, 19.9) == []
-    assert [(lost.node, lost.local_rank) for lost in pause.late_ranks(WORLD, nodes, 20.0)] == [("n1", 0)]
+    world, nodes = formed(), liveness(status("n0"), status("n1", lagging_ranks=(0,)))
+    assert world.late_ranks(nodes, 30.0) == []
+    world.pause(PauseWorld(3, "resized", 20.0))
+    assert world.late_ranks(nodes, 19.9) == []
+    assert [(lost.node, lost.local_rank) for lost in world.late_ranks(nodes, 20.0)] == [("n1", 0)]
 
 
 def test_pause_that_some_ranks_received_is_resumed_for_all():
-    pause, world = PauseAgreement(), WorldState(nproc=1, epoch=3, phase=WorldPhase.RUNNING, next_tick_s=50.0)
-    assert pause.resume([], world, 10.0) is world
+    newest, world = formed(), WorldState(nproc=1, epoch=3, phase=WorldPhase.RUNNING, next_tick_s=50.0)
+    assert newest.resume_pause([], world, 10.0) is world
     orders = [PauseOrder(3, "resized", 5.0), PauseOrder(3, "stopped", 8.0, stop=True)]
-    resumed = pause.resume(orders, world, 10.0)
-    assert pause.request == PauseWorld(3, "stopped", 18.0, stop=True)
+    resumed = newest.resume_pause(orders, world, 10.0)
+    assert newest.epoch_state.pause == EpochChange(NoticeKind.STOP, "stopped", 18.0)
     assert (resumed.phase, resumed.stopping, resumed.next_tick_s) == (WorldPhase.PAUSING, True, 18.0)
 
 

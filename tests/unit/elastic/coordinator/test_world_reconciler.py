@@ -279,7 +279,7 @@ def test_node_learns_its_world_ended_even_if_the_next_world_excludes_it():
     table.advance(0.0)
     assert table.desk.snapshot().world_spec.ranked_nodes == tuple(table.nodes.keys() - {alone})
     table.run_without_faults(60)
-    assert table.nodes[alone].seats.broken_reason
+    assert table.nodes[alone].seats.epoch_state.is_broken
     table.resize(2)
     table.run_without_faults(60)
     assert set(table.desk.snapshot().world_spec.ranked_nodes) == set(table.nodes)
@@ -311,12 +311,12 @@ def lost_supervisor(told_before):
     if told_before:
         desk.handle_request(SupervisorExited("n1"), table.now)
         desk.tick(table.now)
-        assert desk.snapshot().broken_reason is None
+        assert not desk.snapshot().epoch_state.is_broken
     del table.nodes["n1"]
     desk.connection_lost("n1", life, table.now)
     if not told_before:
         desk.tick(table.now)
-        assert desk.snapshot().broken_reason is None  # it may return
+        assert not desk.snapshot().epoch_state.is_broken  # it may return
         desk.handle_request(SupervisorExited("n1"), table.now)
     desk.tick(table.now)
     return table
@@ -325,7 +325,7 @@ def lost_supervisor(told_before):
 @pytest.mark.parametrize("told_before", [True, False])
 def test_exited_supervisor_breaks_the_world_at_once(told_before):
     table = lost_supervisor(told_before)
-    assert table.desk.snapshot().broken_reason == "n1 was lost: its supervisor has ended"
+    assert table.desk.snapshot().epoch_state.reason == "n1 was lost: its supervisor has ended"
 
 
 def test_exit_of_an_older_supervisor_does_not_break_the_world():
@@ -335,7 +335,7 @@ def test_exit_of_an_older_supervisor_does_not_break_the_world():
     assert set(table.desk.snapshot().world_spec.ranked_nodes) == {"n0", "n1"}
     table.desk.connection_lost("n1", table.nodes["n1"].seats.generation, table.now)
     table.desk.tick(table.now)
-    assert table.desk.snapshot().broken_reason is None
+    assert not table.desk.snapshot().epoch_state.is_broken
 
 
 def test_exit_of_an_unknown_node_is_ignored():
@@ -343,7 +343,7 @@ def test_exit_of_an_unknown_node_is_ignored():
     table.run_without_faults(15)
     table.desk.handle_request(SupervisorExited("n9"), table.now)
     table.desk.tick(table.now)
-    assert table.desk.snapshot().broken_reason is None
+    assert not table.desk.snapshot().epoch_state.is_broken
 
 
 def test_drained_node_may_rejoin():

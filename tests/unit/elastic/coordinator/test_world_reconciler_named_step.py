@@ -118,7 +118,7 @@ def paused(table: ControlSimulation) -> SealedStep:
     while any(rank.stand is RankPhase.IN_WORLD for node in table.nodes.values() for rank in node.ranks.values()):
         for node in list(table.nodes.values()):
             node.run_turn()
-            if table.desk.snapshot().pause_target is None:
+            if table.desk.snapshot().epoch_state.target is None:
                 node.report()
             table._apply_desired(node)
     (step,) = set(table.targets.values())

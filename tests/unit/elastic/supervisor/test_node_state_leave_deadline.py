@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from elastic.control.control_messages import RankPhase, RankStatus
@@ -27,14 +28,14 @@ def broken(table):
     for one in table.nodes.values():
         table._exchange(one)
         table._exchange(one)
-    assert node.seats.leave_world_by is not None
+    assert node.seats.epoch_state.broken.until is not None
     return node, late
 
 
 def overdue(node, stage=None):
     """Advance the time and return the effects that follow."""
     late = [one for one in node.seats.rank_processes() if one.is_inside]
-    now = node.seats.leave_world_by
+    now = node.seats.epoch_state.broken.until
     for one in late:
         status = RankStatus(900, one.status.phase, one.status.epoch, leave_stage=stage)
         node.seats.handle_rank_status(one.token, status, now)
@@ -47,7 +48,7 @@ def test_late_process_is_ended_with_its_stacks(table):
     ended, _ = overdue(node)
     assert [(one.token, one.stacks) for one in ended] == [(late.token, True)]
     assert f"did not leave epoch {late.assigned_epoch} within" in ended[0].why
-    node.seats.tick(node.seats.leave_world_by)
+    node.seats.tick(node.seats.epoch_state.broken.until)
     assert node.seats.take_effects() == []
 
 
@@ -93,7 +94,9 @@ def test_late_rank_is_replaced_by_a_spare(table):
 
 def test_silent_process_in_a_broken_world_is_named(table):
     node, late = broken(table)
-    node.seats.leave_world_by += 60.0
+    seats = node.seats
+    fault = msgspec.structs.replace(seats.epoch_state.broken, until=seats.epoch_state.broken.until + 60.0)
+    seats.epoch_state = msgspec.structs.replace(seats.epoch_state, broken=fault)
     node.seats.tick(table.now + 11.0)
     named = f"rank 3 has not left broken epoch {late.assigned_epoch} and sent nothing for"
     assert any(named in one.why and one.stacks for one in node.seats.take_effects())

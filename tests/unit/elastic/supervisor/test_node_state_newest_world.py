@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from elastic.control.control_messages import WorldRecord
+from elastic.control.epoch_state import EpochState
 from elastic.coordinator.desired_state import node_desired
 from elastic.supervisor.node_messages import node_status
 from tests.support.control_simulation import ControlSimulation
@@ -34,5 +35,6 @@ def test_step_sealed_in_an_older_world_is_not_reported_for_the_newest():
     node.seats.world = msgspec.structs.replace(
         node.seats.world, epoch=node.seats.world.epoch + 1
     )  # its ranks do not know it yet
+    node.seats.epoch_state = EpochState(node.seats.world.epoch)
     reported = node_status(node.seats, table.now).rank_progress
     assert {(one.sealed, one.has_sealed, one.base_step) for one in reported} == {(9, False, None)}
