@@ -18,8 +18,8 @@ import numpy as np
 import torch
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler
 
-from elastic.batch_scaling.batch_plan import BatchPlan
-from elastic.samples import ElasticDataLoader, ElasticSampler, RankShare, SampleOrder, seeded
+from elastic.batch_scaling.batch_plan import BatchPlan, RankPlan
+from elastic.samples import ElasticDataLoader, ElasticSampler, SampleOrder, seeded
 from elastic.samples.rng import sample_key, seed_generators
 
 MICROBATCH = 32
@@ -114,8 +114,8 @@ def one_copied() -> None:
 _seeds = itertools.count()
 
 
-def _shares(batch: int, world: int) -> RankShare:
-    return RankShare(BatchPlan(batch, world, microbatch=MICROBATCH), 0)
+def _shares(batch: int, world: int) -> RankPlan:
+    return BatchPlan(batch, world, microbatch=MICROBATCH).for_rank(0)
 
 
 def _pieces(batch: int, world: int) -> int:

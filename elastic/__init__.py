@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from elastic.batch_scaling.batch_plan import BatchPlan
+from elastic.batch_scaling.batch_plan import BatchPlan, RankPlan
 from elastic.errors import ElasticError
 
 if TYPE_CHECKING:
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from elastic.gradients.exact_gradients import ExactGradients
     from elastic.samples.data_loader import ElasticDataLoader
     from elastic.samples.rng import RNGState, seeded
-    from elastic.samples.sample_schedule import RankShare
     from elastic.workers.event_detector import elastic_event_detected
     from elastic.workers.loop import Loop, LoopStep
     from elastic.workers.step_hooks import StepHooks
@@ -41,7 +40,7 @@ __all__ = [
     "Loop",
     "LoopStep",
     "RNGState",
-    "RankShare",
+    "RankPlan",
     "RecoveryPolicy",
     "StepHooks",
     "World",
@@ -59,7 +58,6 @@ _LAZY = {
     "LoopStep": "elastic.workers.loop",
     "StepHooks": "elastic.workers.step_hooks",
     "ExactGradients": "elastic.gradients.exact_gradients",
-    "RankShare": "elastic.samples.sample_schedule",
     "RecoveryPolicy": "elastic.workers.train_loop",
     "RNGState": "elastic.samples.rng",
     "World": "elastic.workers.world_handle",

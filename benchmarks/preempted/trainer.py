@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.distributed.fsdp import fully_shard
 
-from elastic import BatchPlan, ElasticDataLoader, ExactGradients, RankShare, World, recoverable, seeded
+from elastic import BatchPlan, ElasticDataLoader, ExactGradients, World, recoverable, seeded
 from elastic.samples.sample_audit import SampleLog
 from tieredckpt import Checkpointer
 
@@ -77,9 +77,9 @@ def main(folder: str, total: int | None, device_s: float) -> None:
     def train(world: World) -> None:
         model = model_of(world)
         optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
-        plan = BatchPlan(BATCH, world.size, microbatch=MICROBATCH)
+        plan = BatchPlan(BATCH, world.size, microbatch=MICROBATCH).for_rank(world.rank)
         sums = ExactGradients(model, tree=True)
-        loader = ElasticDataLoader(Sentences(), RankShare(plan, world.rank), seed=SEED)
+        loader = ElasticDataLoader(Sentences(), plan, seed=SEED)
         state = {"model": model, "optim": optimizer, "data": loader}
         with Checkpointer("tiered://preempted", every=1) as ckpt, loader:
             first = ckpt.restore(state) + 1

@@ -16,7 +16,7 @@ All values of a rank, sample or microbatch are computed directly: no cost grows 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from elastic.errors import PolicyError
@@ -39,8 +39,10 @@ class RankQuota(NamedTuple):
 
 @dataclass(frozen=True)
 class RankPlan:
-    """Work of one rank in a step."""
+    """Work of one rank in a step, for its loader and its gradients."""
 
+    batch_plan: BatchPlan
+    """The division that it is a part of."""
     rank: int
     first: int
     """First of its samples."""
@@ -54,6 +56,20 @@ class RankPlan:
     """
     weight: float
     """Share of the global batch: the weight of this rank's mean in the mean over all samples."""
+
+    @property
+    def global_batch(self) -> int:
+        return self.batch_plan.global_batch
+
+    def slices(self, samples: int) -> list[tuple[int, int]]:
+        """Return the first sample and the size of each of its microbatches in a batch of ``samples``.
+
+        A shorter batch than the global one, at the end of an epoch, may be too small for all ranks.
+        """
+        own = self
+        if samples != self.global_batch:
+            own = replace(self.batch_plan, global_batch=samples, allow_idle=True).for_rank(self.rank)
+        return [(one.first, one.samples) for one in own.microbatches]
 
 
 @dataclass(frozen=True)
@@ -181,6 +197,7 @@ class BatchPlan:
         first, samples = self._samples(rank)
         start, count = _range_of_part(self.microbatch_count, self.world_size, rank)
         return RankPlan(
+            batch_plan=self,
             rank=rank,
             first=first,
             samples=samples,

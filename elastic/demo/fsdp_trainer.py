@@ -22,7 +22,6 @@ from elastic.gradients.exact_gradients import ExactGradients
 from elastic.reshard.state_checksum import state_checksum
 from elastic.samples.data_loader import ElasticDataLoader
 from elastic.samples.rng import seeded
-from elastic.samples.sample_schedule import RankShare
 from elastic.settings import is_supervised
 from elastic.workers.train_loop import run
 from elastic.workers.world_handle import World
@@ -75,12 +74,10 @@ class DemoTraining:
                 fully_shard(block, mesh=mesh)
             fully_shard(self.model, mesh=mesh)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
-        self._plan = BatchPlan(
-            ELASTIC_DEMO_BATCH, world.size if world is not None else 1, microbatch=ELASTIC_DEMO_MICROBATCH
-        )
+        size, rank = (world.size, world.rank) if world is not None else (1, 0)
+        self._plan = BatchPlan(ELASTIC_DEMO_BATCH, size, microbatch=ELASTIC_DEMO_MICROBATCH).for_rank(rank)
         self._gradients = ExactGradients(self.model, tree=True)
-        shares = RankShare(self._plan, world.rank if world is not None else 0)
-        self.data = ElasticDataLoader(TextDataset(), shares, seed=SEED)
+        self.data = ElasticDataLoader(TextDataset(), self._plan, seed=SEED)
         self.state = {"model": self.model, "optim": self.optimizer, "data": self.data}
 
     def step(self, step: int) -> float:

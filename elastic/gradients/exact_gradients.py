@@ -7,11 +7,12 @@ bytes each.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import Literal
+from typing import Literal, Protocol
 
 import torch
 import torch.distributed as dist
@@ -20,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 
-from elastic.batch_scaling.batch_plan import BatchPlan
+from elastic.batch_scaling.batch_plan import RankPlan
 from elastic.errors import NonFiniteLossError, PolicyError
 from elastic.gradients.reduction import (
     GradientReducer,
@@ -76,6 +77,26 @@ class MicrobatchPass:
         self.finished = True
 
 
+class FiniteCheck(Protocol):
+    """Reaction of a world to a number that must be finite."""
+
+    def __call__(self, value: float, /, *, what: str) -> bool:
+        """Return whether the step continues with its gradients."""
+
+
+_finite_checks: list[FiniteCheck] = []
+
+
+@contextlib.contextmanager
+def use_finite_check(check: FiniteCheck) -> Iterator[None]:
+    """Let ``check`` react to non-finite steps of all :class:`ExactGradients` while the block runs."""
+    _finite_checks.append(check)
+    try:
+        yield
+    finally:
+        _finite_checks.remove(check)
+
+
 class ExactGradients:
     """Gradients of one model that do not depend on the number of ranks.
 
@@ -124,15 +145,15 @@ class ExactGradients:
         self._model = model
         self._share: MicrobatchShare | None = None
 
-    def step(self, share: MicrobatchShare | BatchPlan) -> Iterator[MicrobatchPass]:
-        """Yield this rank's passes, and drop existing gradients. ``share`` may be a plan for all ranks.
+    def step(self, share: RankPlan | MicrobatchShare) -> Iterator[MicrobatchPass]:
+        """Yield this rank's passes, and drop existing gradients.
 
         FSDP2's collectives need the same number of passes on all ranks. A rank with fewer microbatches runs empty
         passes first, with data of one of its microbatches.
         """
         ranks = 1 if self._group is None else self._group.size()
-        if isinstance(share, BatchPlan):
-            share = MicrobatchShare.from_plan(share, 0 if self._group is None else self._group.rank())
+        if isinstance(share, RankPlan):
+            share = MicrobatchShare.from_plan(share)
         if len(share.by_rank) != ranks:
             raise PolicyError(f"the microbatches are shared by {len(share.by_rank)} ranks, the group has {ranks}")
         if self._group is not None and share.rank != self._group.rank():
@@ -188,12 +209,10 @@ class ExactGradients:
             what = f"the loss (of microbatch {first}, which rank {rank} computed)"
         elif not total.is_finite and total.norm is not None:
             value, what = total.norm, "the norm of the gradients"
-        loop = sys.modules.get("elastic.workers.train_loop")  # without this module there is no world
-        world = None if loop is None else loop.current_world()
-        if world is None:
+        if not _finite_checks:
             if not math.isfinite(value):
                 raise NonFiniteLossError(f"{what} is not finite ({value}). ExactGradients(on_nonfinite=None) allows it")
-        elif not world.check_finite(value, what=what):
+        elif not _finite_checks[-1](value, what=what):
             for part in self._reducers:
                 for parameter in part.parameters:
                     parameter.grad = None

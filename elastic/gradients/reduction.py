@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from elastic.batch_scaling.batch_plan import BatchPlan
+from elastic.batch_scaling.batch_plan import RankPlan
 from elastic.errors import PolicyError
 
 T = TypeVar("T")
@@ -132,9 +132,9 @@ class MicrobatchShare:
         return cls.contiguous([least + (one < more) for one in range(ranks)], rank)
 
     @classmethod
-    def from_plan(cls, plan: BatchPlan, rank: int) -> MicrobatchShare:
-        """Return the share of a :class:`~elastic.batch_scaling.batch_plan.BatchPlan`."""
-        return cls.even(plan.microbatch_count, plan.world_size, rank)
+    def from_plan(cls, plan: RankPlan) -> MicrobatchShare:
+        """Return the share of a :class:`~elastic.batch_scaling.batch_plan.RankPlan`."""
+        return cls.even(plan.batch_plan.microbatch_count, plan.batch_plan.world_size, plan.rank)
 
     @classmethod
     def round_robin(cls, microbatches: int, ranks: int, rank: int) -> MicrobatchShare:

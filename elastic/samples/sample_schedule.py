@@ -30,14 +30,13 @@ import functools
 import hashlib
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import isqrt
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from elastic.batch_scaling.batch_plan import BatchPlan
 from elastic.errors import CursorError, PolicyError
 
 MAX_SAMPLES = 1 << 60
@@ -385,7 +384,7 @@ class MicrobatchSlice(NamedTuple):
 
 
 class ShareSource(Protocol):
-    """Share of one rank in every step.
+    """Share of one rank in every step, such as a :class:`~elastic.batch_scaling.batch_plan.RankPlan`.
 
     Every implementation guarantees: over all ranks of a world the slices cover the batch, each sample once, and the
     slices of a rank ascend. For random numbers that do not depend on the world (:mod:`elastic.samples.rng`), the batch
@@ -401,29 +400,6 @@ class ShareSource(Protocol):
 
         ``samples`` is the global batch, or less at the end of an epoch with ``epoch_end="short"``.
         """
-
-
-@dataclass(frozen=True)
-class RankShare:
-    """Share of one rank in a :class:`~elastic.batch_scaling.batch_plan.BatchPlan`."""
-
-    plan: BatchPlan
-    rank: int
-
-    def __post_init__(self) -> None:
-        self.plan.for_rank(self.rank)  # raises for a rank outside the plan
-
-    @property
-    def global_batch(self) -> int:
-        return self.plan.global_batch
-
-    def slices(self, samples: int) -> list[MicrobatchSlice]:
-        # A short batch at an epoch's end may be too small for all ranks.
-        plan = self.plan if samples == self.plan.global_batch else self._of(samples)
-        return [MicrobatchSlice(piece.first, piece.samples) for piece in plan.for_rank(self.rank).microbatches]
-
-    def _of(self, samples: int) -> BatchPlan:
-        return replace(self.plan, global_batch=samples, allow_idle=True)
 
 
 def validated_slices(share: ShareSource, samples: int) -> tuple[MicrobatchSlice, ...]:

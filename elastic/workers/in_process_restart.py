@@ -32,6 +32,7 @@ from elastic.control.control_plane import ControlPlane
 from elastic.errors import UnhealthyProcessError, WorldChanged
 from elastic.workers.world_handle import World
 from tieredckpt.live.survivor_state import SurvivorState, track_step_boundaries
+from tieredckpt.session.session import leave_worlds
 
 log = logging.getLogger(__name__)
 
@@ -117,9 +118,7 @@ def reset_process_state() -> None:
             if name.startswith("_cached_"):
                 value.clear()
     _kill_helper(sys.modules.get("torch.distributed.checkpoint._async_process_executor"))
-    session: Any = sys.modules.get("tieredckpt.session.session")
-    if session is not None:
-        session.leave_worlds()
+    leave_worlds()
     gc.collect()  # modules and their hooks form cycles, and the next world needs their memory
 
 

@@ -37,7 +37,6 @@ from elastic.errors import PolicyError, StepOrderError
 from elastic.gradients.exact_gradients import ExactGradients, MicrobatchPass, StepTotal
 from elastic.samples.data_loader import DataStep, ElasticDataLoader
 from elastic.samples.rng import seeded
-from elastic.samples.sample_schedule import RankShare
 from elastic.workers.world_handle import World
 from tieredckpt.checkpointer.checkpointer import Checkpointer
 from tieredckpt.checkpointer.null_checkpointer import NullCheckpointer
@@ -96,12 +95,11 @@ class Loop:
         self._dataset_seed = seed
         self._clip = clip
         self._schedule = schedule
-        self._plan = BatchPlan(global_batch, world.size, microbatch=microbatch, allow_idle=True)
+        self._plan = BatchPlan(global_batch, world.size, microbatch=microbatch, allow_idle=True).for_rank(world.rank)
         self._open = ExitStack()
         self._is_closed = False
         try:
-            share = RankShare(self._plan, world.rank)
-            self._data = self._open.enter_context(ElasticDataLoader(dataset, share, seed=seed, **loader))
+            self._data = self._open.enter_context(ElasticDataLoader(dataset, self._plan, seed=seed, **loader))
             self._gradients = ExactGradients(model, tree=tree)
             self._state: dict[str, Any] = {"model": model, "optim": optimizer, "data": self._data, **(state or {})}
             if schedule is not None:
@@ -155,7 +153,9 @@ class Loop:
 
     def _batch_of_idle_rank(self) -> Any:
         """Return samples for the empty passes of a rank without a microbatch; they have no weight."""
-        return self._data.collate_samples(range(min(self._plan.microbatch_size, self._data.schedule.order.samples)))
+        return self._data.collate_samples(
+            range(min(self._plan.batch_plan.microbatch_size, self._data.schedule.order.samples))
+        )
 
     def _save(self, step: int, *, is_last: bool) -> None:
         ckpt = self._checkpointer

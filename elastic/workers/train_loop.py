@@ -28,6 +28,7 @@ from elastic.control.control_plane import (
 )
 from elastic.control.supervisor_client import SupervisorClient
 from elastic.errors import ElasticError, JobFailedError, NonFiniteLossError, UnhealthyProcessError, WorldChanged
+from elastic.gradients.exact_gradients import use_finite_check
 from elastic.workers.in_process_restart import (
     DeviceHealthCheck,
     ProcessHealthCheck,
@@ -487,7 +488,8 @@ _worlds: list[World] = []
 def _current(world: World) -> Iterator[None]:
     _worlds.append(world)
     try:
-        yield
+        with use_finite_check(world.check_finite):
+            yield
     finally:
         _worlds.remove(world)
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import math
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, Literal, SupportsFloat, TypeVar
@@ -20,12 +19,12 @@ from elastic.workers.rank_timeline import RankTimeline, open_rank_timeline
 from elastic.workers.step_barrier import BoundaryDecision, StepBarrier
 from elastic.world.world_state import SealedStep
 from tieredckpt.errors import TieredCheckpointError
+from tieredckpt.session import session
 
 if TYPE_CHECKING:
     import torch
     from torch.distributed.device_mesh import DeviceMesh
 
-    from peerstore.shard_records import ShardKey
     from tieredckpt.checkpointer.checkpointer import Checkpointer
     from tieredckpt.checkpointer.null_checkpointer import NullCheckpointer
     from tieredckpt.live.survivor_state import Hydration
@@ -338,17 +337,16 @@ class World:
 
 def newest_step_sealed_here() -> int:
     """Return the newest step that this process has sealed, in any job; -1 for none."""
-    key = _newest_sealed_key()
+    key = session.newest_sealed_key()
     return -1 if key is None else key.version
 
 
 def rank_progress(steps: int, *, idle: bool) -> RankProgress:
     """Return the progress of this process, which has completed ``steps`` in its world; -1 for none."""
-    session: Any = sys.modules.get("tieredckpt.session.session")
-    saves_elsewhere = session is None or not session.has_sessions()  # sealed outside tieredckpt, unknown here
-    current = _newest_sealed_key(current=True)
+    saves_elsewhere = not session.has_sessions()  # sealed outside tieredckpt, unknown here
+    current = session.newest_sealed_key(current=True)
     has_sealed = steps >= 0 if saves_elsewhere else current is not None
-    key = _newest_sealed_key()
+    key = session.newest_sealed_key()
     if key is None:
         return RankProgress(steps, idle=idle, has_sealed=has_sealed)
     base_step = session.base_step_of(current) if current is not None and current.job == key.job else None
@@ -357,13 +355,8 @@ def rank_progress(steps: int, *, idle: bool) -> RankProgress:
 
 def sealed_here() -> SealedStep | None:
     """Return the newest step that this process sealed in its current sessions; ``None`` for none."""
-    key = _newest_sealed_key(current=True)
+    key = session.newest_sealed_key(current=True)
     return None if key is None else SealedStep(key.job, key.version, key.epoch)
-
-
-def _newest_sealed_key(*, current: bool = False) -> ShardKey | None:
-    session: Any = sys.modules.get("tieredckpt.session.session")
-    return None if session is None else session.newest_sealed_key(current=current)
 
 
 def _record_boundary(

@@ -14,10 +14,11 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from elastic.batch_cache import BatchCache, remove_job_batches
+from elastic.batch_scaling.batch_plan import RankPlan
 from elastic.batch_scaling.lr_rules import Rewarmup
 from elastic.batch_scaling.lr_scaler import LRScaler
 from elastic.gradients.exact_gradients import ExactGradients, StepTotal
-from elastic.samples import ElasticDataLoader, RankShare, seeded
+from elastic.samples import ElasticDataLoader, seeded
 from elastic.samples.data_loader import DataStep
 from elastic.workers.world_handle import World
 from integration.finetune import model as model_module
@@ -60,7 +61,7 @@ def open_batch_cache(job: FinetuneJob, inputs: JobInputs) -> BatchCache:
 def _loader(job: FinetuneJob, samples: TokenizedDataset, size: SizedJob, world: World) -> ElasticDataLoader:
     return ElasticDataLoader(
         samples,
-        RankShare(size.plan, world.rank),
+        size.plan.for_rank(world.rank),
         seed=job.seed,
         collate_fn=pad_samples,
         num_workers=job.workers,
@@ -102,7 +103,8 @@ def _run_steps(world: World, job: FinetuneJob, inputs: JobInputs, size: SizedJob
             model_module.load_initial_weights(model, inputs.config, job, world)
         place = loader.position
         total = total_steps(job, samples=len(inputs.corpus), done=place.cursor, step=place.step, batch=batch)
-        runner = _StepRunner(job, size, world, model, ExactGradients(model, tree=job.exact))
+        plan = size.plan.for_rank(world.rank)
+        runner = _StepRunner(job, plan, world, model, ExactGradients(model, tree=job.exact))
         for step in world.steps(restored + 1, total, checkpoint=(ckpt, state)):
             began = time.perf_counter()
             for group in optimizer.param_groups:
@@ -139,7 +141,7 @@ class _StepRunner(NamedTuple):
     """Forward and backward passes of one step."""
 
     job: FinetuneJob
-    size: SizedJob
+    plan: RankPlan
     world: World
     model: nn.Module
     sums: ExactGradients
@@ -147,7 +149,7 @@ class _StepRunner(NamedTuple):
     def of(self, step: int, work: DataStep) -> StepTotal:
         """Run one step. Each token's loss counts by its weight over the weight of all tokens on all ranks."""
         mine: list[PaddedBatch] = [one.data for one in work]
-        for turn in self.sums.step(self.size.plan):
+        for turn in self.sums.step(self.plan):
             batch = mine[turn.position].to(self.world.device)
             with seeded(self.job.seed, step, turn.id):
                 with self._precision():

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from elastic import BatchPlan, ElasticDataLoader, ExactGradients, RankShare, World, recoverable, seeded
+from elastic import BatchPlan, ElasticDataLoader, ExactGradients, World, recoverable, seeded
 from elastic.workers.train_loop import RecoveryPolicy
 from peerstore.errors import PeerStoreError
 from tests.support.golden_training import (
@@ -113,10 +113,10 @@ def main(folder: Path, how: str, every: int, durable_every: int, pace_s: float) 
         model = wrap_model(bare, how, world)
         optimizer = torch.optim.AdamW(bare.parameters(), lr=3e-3)
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, learning_rate_factor)
-        plan = BatchPlan(BATCH, world.size, microbatch=MICROBATCH)
+        plan = BatchPlan(BATCH, world.size, microbatch=MICROBATCH).for_rank(world.rank)
         sums = ExactGradients(model, tree=True, on_nonfinite=refuse_step)
         place = {"run": run, "epoch": world.epoch, "rank": world.rank, "size": world.size}
-        loader = ElasticDataLoader(NumberDataset(), RankShare(plan, world.rank), seed=SEED)
+        loader = ElasticDataLoader(NumberDataset(), plan, seed=SEED)
         state = {"model": bare, "optim": optimizer, "data": loader, "rate": schedule}
         durable = {"durable": os.environ["FAULTS_DURABLE"], "durable_every": durable_every} if durable_every else {}
         with ExitStack() as ending, Checkpointer(f"tiered://{JOB}", every=every, **durable) as ckpt, loader:

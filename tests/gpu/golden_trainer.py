@@ -137,7 +137,7 @@ class Training:
         return ", ".join(float(one).hex() for one in sums)
 
     def _exact_step(self, exact: ExactGradients, step: int, at: Callable[[str], bool]) -> str:
-        plan = BatchPlan(BATCH, self._world.size, microbatch=MICROBATCH)
+        plan = BatchPlan(BATCH, self._world.size, microbatch=MICROBATCH).for_rank(self._world.rank)
         at("before")
         for turn in exact.step(plan):
             x = self._sample(step * 100 + turn.id)[:MICROBATCH]

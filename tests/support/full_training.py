@@ -17,7 +17,7 @@ from typing import Any, TextIO
 import torch
 from torch.distributed.fsdp import fully_shard
 
-from elastic import BatchPlan, ElasticDataLoader, ExactGradients, Loop, RankShare, World, recoverable, run, seeded
+from elastic import BatchPlan, ElasticDataLoader, ExactGradients, Loop, World, recoverable, run, seeded
 from elastic.reshard.state_checksum import state_checksum
 from tieredckpt import Checkpointer
 
@@ -65,10 +65,10 @@ def main(folder: str, total: int, how: str) -> None:
     def train(world: World) -> None:
         model = build_model(world)
         optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-        plan = BatchPlan(BATCH, world.size, microbatch=MICROBATCH)
+        plan = BatchPlan(BATCH, world.size, microbatch=MICROBATCH).for_rank(world.rank)
         sums = ExactGradients(model, tree=how == "tree")
         place = {"epoch": world.epoch, "rank": world.rank, "size": world.size}
-        loader = ElasticDataLoader(NumberDataset(), RankShare(plan, world.rank), seed=SEED)
+        loader = ElasticDataLoader(NumberDataset(), plan, seed=SEED)
         state = {"model": model, "optim": optimizer, "data": loader}
         with Checkpointer("tiered://whole", every=1) as ckpt, loader:
             first = ckpt.restore(state) + 1

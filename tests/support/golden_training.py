@@ -31,7 +31,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from elastic import BatchPlan, ElasticDataLoader, ExactGradients, RankShare, World, recoverable, seeded
+from elastic import BatchPlan, ElasticDataLoader, ExactGradients, World, recoverable, seeded
 from elastic.reshard.state_checksum import OBJECT_DTYPE, state_checksum
 from elastic.workers.train_loop import RecoveryPolicy
 from tests.support import nccl_like
@@ -143,10 +143,10 @@ def main(folder: str, total: int, how: str, settle_s: float, every: int, backend
         model = wrap_model(bare, how, world)
         optimizer = torch.optim.AdamW(bare.parameters(), lr=3e-3, fused=how == "plain")
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, learning_rate_factor)
-        plan = BatchPlan(BATCH, world.size, microbatch=MICROBATCH)
+        plan = BatchPlan(BATCH, world.size, microbatch=MICROBATCH).for_rank(world.rank)
         sums = None if how == "plain" else ExactGradients(model, tree=True, on_nonfinite=refuse_step)
         named = {"epoch": world.epoch, "rank": world.rank, "size": world.size}
-        loader = ElasticDataLoader(NumberDataset(), RankShare(plan, world.rank), seed=SEED)
+        loader = ElasticDataLoader(NumberDataset(), plan, seed=SEED)
         state = {"model": bare, "optim": optimizer, "data": loader, "rate": schedule}
         with Checkpointer("tiered://golden", every=every, on_busy="wait") as ckpt, loader, ExitStack() as stack:
             # Busy saves wait: every save must happen, since a fault may target it.

@@ -52,7 +52,7 @@ def main() -> None:
 def run_elastic(folder: Path, total: int) -> None:
     import torch
 
-    from elastic import BatchPlan, ElasticDataLoader, ExactGradients, RankShare, World, recoverable, seeded
+    from elastic import BatchPlan, ElasticDataLoader, ExactGradients, World, recoverable, seeded
     from elastic.reshard.state_checksum import state_checksum
     from elastic.workers.train_loop import RecoveryPolicy
     from tests.support import golden_training as golden
@@ -67,10 +67,10 @@ def run_elastic(folder: Path, total: int) -> None:
         bare = golden.bare_model()
         model = golden.wrap_model(bare, "fsdp", world)
         optimizer = torch.optim.AdamW(bare.parameters(), lr=3e-3)
-        plan = BatchPlan(golden.BATCH, world.size, microbatch=golden.MICROBATCH)
+        plan = BatchPlan(golden.BATCH, world.size, microbatch=golden.MICROBATCH).for_rank(world.rank)
         sums = ExactGradients(model, tree=True, on_nonfinite=golden.refuse_step)
         place: dict[str, Any] = {"rank": world.rank, "size": world.size, "restarts": world.restarts}
-        loader = ElasticDataLoader(golden.NumberDataset(), RankShare(plan, world.rank), seed=golden.SEED)
+        loader = ElasticDataLoader(golden.NumberDataset(), plan, seed=golden.SEED)
         state = {"model": bare, "optim": optimizer, "data": loader}
         with Checkpointer(JOB, on_busy="wait") as ckpt, loader:
             first = ckpt.restore(state) + 1

@@ -54,7 +54,7 @@ PUBLIC = {
         "LoopStep",
         "StepHooks",
         "ExactGradients",
-        "RankShare",
+        "RankPlan",
         "RNGState",
         "RecoveryPolicy",
         "World",

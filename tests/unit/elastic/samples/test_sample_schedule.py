@@ -8,7 +8,6 @@ from elastic.samples.sample_schedule import (
     ALLOWED_CHANGES,
     START_POSITION,
     DataPosition,
-    RankShare,
     SampleOrder,
     SampleSchedule,
     validated_slices,
@@ -166,14 +165,14 @@ def test_a_cursor_has_everything(missing):
 def test_the_shares_of_a_plan_cover_any_batch_once(batch, microbatch, world, data):
     plan = BatchPlan(batch, world, microbatch=microbatch, max_microbatch=microbatch, allow_idle=True)
     samples = data.draw(st.integers(1, batch))
-    slices = [piece for rank in range(world) for piece in validated_slices(RankShare(plan, rank), samples)]
+    slices = [piece for rank in range(world) for piece in validated_slices(plan.for_rank(rank), samples)]
     assert [number for first, size in slices for number in range(first, first + size)] == list(range(samples))
     if microbatch:
         assert slices == list(validated_slices(even_share(batch, microbatch), samples))
 
 
 def test_a_plan_that_keeps_all_ranks_busy_still_has_short_batches():
-    shares = [RankShare(BatchPlan(8, 4, max_microbatch=2), rank) for rank in range(4)]
+    shares = [BatchPlan(8, 4, max_microbatch=2).for_rank(rank) for rank in range(4)]
     assert [share.slices(8) for share in shares] == [[(0, 2)], [(2, 2)], [(4, 2)], [(6, 2)]]
     assert [share.slices(3) for share in shares] == [[(0, 1)], [(1, 1)], [(2, 1)], []]
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 
-from elastic import BatchPlan, ElasticDataLoader, ExactGradients, Loop, RankShare, seeded
+from elastic import BatchPlan, ElasticDataLoader, ExactGradients, Loop, seeded
 from elastic.batch_scaling.lr_rules import LinearLRRule
 from elastic.errors import NonFiniteLossError, PolicyError, StepOrderError
 from elastic.testing import InMemoryCoordinator
@@ -72,10 +72,10 @@ def long_form(total):
     """The same training with the parts that ``Loop`` composes."""
     model = make_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
-    plan = BatchPlan(6, 1, microbatch=2)
+    plan = BatchPlan(6, 1, microbatch=2).for_rank(0)
     gradients = ExactGradients(model, tree=True)
     losses = {}
-    with ElasticDataLoader(SAMPLES, RankShare(plan, 0), seed=0) as data:
+    with ElasticDataLoader(SAMPLES, plan, seed=0) as data:
         for step in range(total):
             work = next(iter(data))
             mine = [batch.data for batch in work]
