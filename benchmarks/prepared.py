@@ -59,33 +59,51 @@ class Run:
 @contextlib.contextmanager
 def _batches(run: Run) -> Iterator[Iterator[Any]]:
     """Yield an iterator over the batches from number ``first``; its setup and use are timed."""
-    from benchmarks.tokenised import loader
-    from elastic.batch_cache import BatchCache, PrefetchIterator
-    from elastic.batch_cache.cached_loader import IndexedLoader
+    from benchmarks.tokenised import PackedRows, loader
+    from elastic.batch_cache import BatchCache
+    from elastic.batch_scaling.batch_plan import BatchPlan
+    from elastic.samples import DataPosition, ElasticDataLoader
 
     total = run.first + run.count + run.ahead
     if run.kind == "loader":
         yield iter(loader(total, run.batch_size, run.length, first=run.first, workers=run.workers))
         return
+    plan = BatchPlan(run.batch_size, 1, microbatch=run.batch_size).for_rank(0)
+    options: dict[str, Any] = {}
+    if run.workers:
+        ahead = max(1, run.ahead // run.workers)
+        options = {"prefetch_factor": ahead, "multiprocessing_context": run.start_method}
     with (
         BatchCache("bench", fingerprint="tokenised", directory=run.directory, verify=run.verify) as cache,
-        PrefetchIterator(
-            cache,
-            range(run.first, total),
-            IndexedLoader(loader(total, run.batch_size, run.length)),
-            ahead=run.ahead,
-            workers=run.workers,
-            start_method=run.start_method,
-        ) as batches,
+        ElasticDataLoader(
+            PackedRows(total * run.batch_size, run.length),
+            plan,
+            seed=0,
+            shuffle="none",
+            epochs=1,
+            seed_samples=False,
+            num_workers=run.workers,
+            cache=cache,
+            **options,
+        ) as data,
     ):
-        yield batches
+        data.set_share(plan, DataPosition(run.first, run.first * run.batch_size))
+        yield _microbatches(data)
+
+
+def _microbatches(data: Any) -> Iterator[Any]:
+    for step in data:
+        for microbatch in step:
+            yield microbatch.data
+        step.commit()
 
 
 def trainer(run: Run) -> dict[str, Any]:
     """Run one job and return its times, without imports and tokenizer merges."""
     import xxhash
 
-    import elastic.batch_cache  # noqa: F401 - every contender imports it
+    import elastic.batch_cache
+    import elastic.samples  # noqa: F401
     from benchmarks import tokenised
 
     tokenised.merges()
@@ -132,7 +150,11 @@ def _folder() -> Iterator[str]:
 
 
 LOADERS = {"DataLoader, 2 workers": 2, "DataLoader, no workers": 0}
-CACHES = {"cache, 2 workers (fork)": (2, "fork"), "cache, 2 workers (spawn)": (2, "spawn"), "cache, a thread": (0, "")}
+CACHES = {
+    "cache, 2 workers (fork)": (2, "fork"),
+    "cache, 2 workers (spawn)": (2, "spawn"),
+    "cache, no workers": (0, ""),
+}
 OURS = next(iter(CACHES))
 
 

@@ -81,7 +81,6 @@ ERRORS: dict[str, tuple[str, str]] = {
     "StepOrderError": ("The loop starts a step before it committed the last one", "Call `work.commit()` in each step"),
     "DataWorkersLostError": ("Worker processes of the data loader died", "Iterate again: new ones start"),
     "CacheFullError": ("The batch cache is required and a batch does not fit", "Enlarge the cache"),
-    "PrepareError": ("The `prepare` function of the batch cache raised", "The cause is the error of `prepare`"),
     "ChunkDamagedError": ("A file of an `elastic map` job is damaged", "Remove the named file and repeat the command"),
     "WorldChanged": ("The world of this attempt has ended; not an error", "Do not catch it"),
     # peerstore

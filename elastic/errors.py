@@ -15,7 +15,6 @@
     ├── StepOrderError                the loop takes a step before the last one was committed: fix the loop
     ├── DataWorkersLostError          processes that read samples died: a new iteration starts new ones
     ├── CacheFullError                the cache was required, and the batch does not fit: enlarge it
-    ├── PrepareError                  the user's ``prepare`` raised: the cause is its error, the message names the batch
     ├── NonFiniteLossError            all ranks drop a step with a non-finite loss
     ├── ChunkDamagedError             a file of a batch inference job is damaged: remove it, it is computed again
     ├── UnhealthyProcessError         this process is unfit for another world: it exits, and a new one replaces it
@@ -115,18 +114,6 @@ class CacheDirectoryError(PolicyError):
 
 class CacheFullError(ElasticError):
     """No room for a batch in the budget or in the file system."""
-
-
-class PrepareError(ElasticError):
-    """``prepare`` raised for the batch ``index``; -1 if the index was unknown."""
-
-    def __init__(self, index: int, text: str) -> None:
-        super().__init__(index, text)
-        self.index = index
-        self.text = text
-
-    def __str__(self) -> str:
-        return f"{f'batch {self.index}' if self.index >= 0 else 'a batch'} could not be prepared: {self.text}"
 
 
 class BatchDamagedError(Exception):

@@ -299,7 +299,7 @@ def _plain_tensor(value: Any, where: str) -> torch.Tensor:
             f"{where} is a {kind}, which cannot be kept: tensors, numbers, text, bytes and None can, in lists, tuples "
             "and dicts of exactly these types. Convert it in prepare (torch.from_numpy, dict(...))"
         )
-    from tieredckpt.tensors.state_dict import dtype_name, is_plain_tensor
+    from tieredckpt.tensors.plain_tensors import dtype_name, is_plain_tensor
 
     tensor: torch.Tensor = value.detach()
     if not is_plain_tensor(tensor) or tensor.device.type != "cpu" or dtype_name(tensor.dtype) not in BATCH_DTYPES:
@@ -334,7 +334,7 @@ def _checksum(views: list[memoryview]) -> bytes:
 def _tensor(data: bytearray | mmap.mmap, start: int, part: BatchTensor) -> torch.Tensor:
     import torch
 
-    from tieredckpt.tensors.state_dict import dtype_from_name
+    from tieredckpt.tensors.plain_tensors import dtype_from_name
 
     dtype = dtype_from_name(part.dtype)
     if not part.size_bytes:

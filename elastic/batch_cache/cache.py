@@ -247,6 +247,11 @@ class BatchCache:
             is_stored = self._store(claim, encoded, index if position is None else position)
             return CacheResult(is_cached=True) if is_stored else CacheResult(is_cached=False, batch=batch)
 
+    def remove(self, index: int) -> None:
+        """Remove a batch that no process should use again. A mapped one remains valid for its process."""
+        with self._tolerate_full_cache():
+            self._writer.remove(_validated_index(index))
+
     def mark_committed(self, index: int) -> None:
         """Record that training will not return to batches before ``index``, so that they may be evicted first.
 
@@ -348,6 +353,11 @@ class CacheWriter:
             for entry in self._folder.entries():
                 self._folder.remove(entry.index)
             self._count(tally)
+
+    def remove(self, index: int) -> None:
+        with locked_usage(self._folder.fd) as tally:
+            tally.used_bytes = UNKNOWN_USAGE
+            self._folder.remove(index)
 
     def discard(self, index: int, fd: int | None) -> None:
         """Remove a damaged batch that was opened as ``fd``."""

@@ -22,7 +22,7 @@ from elastic.reshard.state_checksum import (
 from tieredckpt.errors import CheckpointDamagedError, MismatchError, SaveFailedError, TieredCheckpointError, UsageError
 from tieredckpt.format.slice_boxes import Box, Tiling, full_box
 from tieredckpt.restore.fingerprint import MASK64
-from tieredckpt.tensors.state_dict import dtype_name
+from tieredckpt.tensors.plain_tensors import dtype_name
 
 AdvanceBytes = Callable[[int], None]
 """Callback for progress, with the number of bytes since the last call."""

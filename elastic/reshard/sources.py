@@ -31,7 +31,7 @@ from tieredckpt.errors import (
 from tieredckpt.export.step_source import StepSource, without_torch_warnings
 from tieredckpt.format.slice_boxes import Box, Tiling, relative_box
 from tieredckpt.restore.fingerprint import CARRIER_DTYPES
-from tieredckpt.tensors.state_dict import dtype_from_name, dtype_name, is_plain_tensor
+from tieredckpt.tensors.plain_tensors import dtype_from_name, dtype_name, is_plain_tensor
 
 _SHOWN = 5
 

@@ -47,7 +47,8 @@ from tieredckpt.export.step_source import tensor_raw_bytes
 from tieredckpt.format.slice_boxes import Box, full_box
 from tieredckpt.restore.fingerprint import CARRIER_DTYPES, MASK64, ROW_WORDS, column_weights, seeded_numbers
 from tieredckpt.tensors.device import accelerator
-from tieredckpt.tensors.state_dict import archive_object, dtype_name, flatten_state, is_plain_tensor, resolve_stateful
+from tieredckpt.tensors.plain_tensors import dtype_name, is_plain_tensor
+from tieredckpt.tensors.state_dict import archive_object, flatten_state, resolve_stateful
 
 OBJECT_DTYPE = "object"
 """Type name of objects other than tensors. An object has one element, the hash of its bytes."""

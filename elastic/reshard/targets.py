@@ -63,7 +63,7 @@ from tieredckpt.format.shard_layout import OBJECT_ITEM, ItemEntry, Layout, Tenso
 from tieredckpt.location import Location
 from tieredckpt.resolve_step import Tier
 from tieredckpt.settings import DurableSettings, Settings, override_settings
-from tieredckpt.tensors.state_dict import dtype_from_name
+from tieredckpt.tensors.plain_tensors import dtype_from_name
 
 _WRITER = "elastic reshard"
 ShardFile = tuple[ShardIndex, bytes, bytes]

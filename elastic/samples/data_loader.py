@@ -12,21 +12,20 @@ exactly the samples that the model was trained with::
 
 from __future__ import annotations
 
-import contextlib
 import logging
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
-from torch._utils import ExceptionWrapper
-from torch.utils.data import DataLoader, IterableDataset, default_collate, get_worker_info
+from torch.utils.data import default_collate
 
-from elastic.errors import DataWorkersLostError, PolicyError, StepOrderError
-from elastic.samples.rng import preserved_rng, sample_key, seed_generators
+from elastic.batch_cache.microbatch_cache import MicrobatchCache
+from elastic.errors import PolicyError, StepOrderError
+from elastic.samples.prefetching_reader import FetchedBatch, PrefetchingReader, ReadTask, WorkerDataset, dataset_size
 from elastic.samples.sample_schedule import (
     I64,
     START_POSITION,
@@ -36,9 +35,11 @@ from elastic.samples.sample_schedule import (
     SampleOrder,
     SampleSchedule,
     ShareSource,
-    hash_key,
     validated_slices,
 )
+
+if TYPE_CHECKING:
+    from elastic.batch_cache.cache import BatchCache
 
 log = logging.getLogger(__name__)
 
@@ -138,6 +139,7 @@ class ElasticDataLoader:
         timeout_s: float = 0,
         worker_init_fn: Callable[[int], None] | None = None,
         multiprocessing_context: Any = None,
+        cache: BatchCache | None = None,
     ) -> None:
         """Create the loader.
 
@@ -146,8 +148,9 @@ class ElasticDataLoader:
 
         ``epochs`` is the number of data epochs over all restarts; ``None``: no end. ``seed_samples`` seeds the random
         generators for each sample, which takes 8 us. ``allow_changes`` names settings that may differ from the
-        checkpoint (``samples``, ``seed``, ``shuffle``, ``epoch_end``). The other arguments are those of torch's
-        ``DataLoader``.
+        checkpoint (``samples``, ``seed``, ``shuffle``, ``epoch_end``). ``cache`` stores collated microbatches, so that
+        a restarted process on this node maps them instead. Its fingerprint must include all that changes a sample. The
+        other arguments are those of torch's ``DataLoader``.
         """
         self.schedule = SampleSchedule(SampleOrder(dataset_size(dataset), seed, shuffle), share.global_batch, epoch_end)
         self._place = START_POSITION
@@ -156,8 +159,11 @@ class ElasticDataLoader:
         self._generation = torch.full((1,), self._task_iterator.generation)
         if num_workers and not _is_shared(self._generation):
             num_workers, prefetch_factor, timeout_s, multiprocessing_context = 0, None, 0, None
+        self._cache = None if cache is None else MicrobatchCache(cache, seed)
+        self._committed: int | None = None
+        """Cursor that the cache knows as committed; ``None`` before the first step from a position."""
         self._source = WorkerDataset(
-            dataset, collate_fn, seed=seed, generation=self._generation, seed_samples=seed_samples
+            dataset, collate_fn, seed=seed, generation=self._generation, seed_samples=seed_samples, cache=self._cache
         )
         self._options: dict[str, Any] = {
             "num_workers": num_workers,
@@ -177,7 +183,13 @@ class ElasticDataLoader:
         return self._place
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state for a checkpoint: a few integers, the same on every rank."""
+        """Return the state for a checkpoint: a few integers, the same on every rank.
+
+        A cache may then evict what comes before the previous state.
+        """
+        if self._cache is not None and self._committed is not None:
+            self._cache.mark_committed(self._committed)
+            self._committed = self._place.cursor
         return self.schedule.to_state(self._place)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -212,6 +224,9 @@ class ElasticDataLoader:
             raise StopIteration
         step = DataStep(self, self._task_iterator.portion(self._place))
         self._open = step
+        if self._cache is not None and self._committed is None:
+            self._committed = self._place.cursor
+            self._cache.mark_committed(self._committed)
         if not len(step):
             self._receive(step)
         return step
@@ -219,7 +234,7 @@ class ElasticDataLoader:
     def collate_samples(self, indices: Sequence[int]) -> Any:
         """Read and collate these samples in this process; the position does not change."""
         task = ReadTask(self._task_iterator.generation, self._place.step, 0, 0, tuple(indices))
-        fetched = self._source.__getitems__(task)
+        fetched = self._source.read(task)
         if fetched.error is not None:
             fetched.error.reraise()
         return fetched.data
@@ -245,7 +260,7 @@ class ElasticDataLoader:
         if self._task_iterator.is_exhausted:  # an exhausted loader of torch sends fewer tasks ahead afterwards
             self._lines.close()
         self._task_iterator.restart(schedule, share, place)
-        self.schedule, self._place, self._open = schedule, place, None
+        self.schedule, self._place, self._open, self._committed = schedule, place, None, None
         self._generation.fill_(self._task_iterator.generation)
 
     def _check_open(self, step: DataStep) -> None:
@@ -368,173 +383,3 @@ def portion_indices(schedule: SampleSchedule, portion: StepPortion) -> list[I64]
         return [schedule.order.indices(portion.batch.first + piece.first, piece.size) for piece in slices]
     found = schedule.order.indices(portion.batch.first + first, end - first)
     return [found[piece.first - first : piece.first - first + piece.size] for piece in slices]
-
-
-_DIED = ("exited unexpectedly", "killed by signal")
-
-
-class PrefetchingReader:
-    """Reader of ``tasks`` in worker processes, or in this process without workers.
-
-    The first ``read_next`` starts the workers.
-    """
-
-    def __init__(self, source: WorkerDataset, tasks: Iterator[ReadTask], **options: Any) -> None:
-        self._tasks = tasks
-        self._in_flight: deque[ReadTask] = deque()
-        # A separate generator: otherwise torch draws the workers' first seed from the training's generator.
-        self._loader: DataLoader[Any] = DataLoader(
-            source,  # type: ignore[arg-type] # torch only calls its __getitems__
-            batch_sampler=_RecordingIterator(tasks, self._in_flight),  # type: ignore[arg-type] # torch only iterates over it
-            collate_fn=identity_collate,  # type: ignore[arg-type] # torch returns its result unchanged
-            generator=torch.Generator(),
-            **options,
-        )
-        self._running: Any = None
-
-    def read_next(self) -> tuple[ReadTask, FetchedBatch]:
-        """Return the oldest pending task and its result. Any exception closes the reader."""
-        try:
-            if self._running is None:
-                self._running = iter(self._loader)
-            fetched = next(self._running)
-        except BaseException as error:
-            self.close()
-            if isinstance(error, RuntimeError) and any(words in str(error) for words in _DIED):
-                raise DataWorkersLostError(
-                    f"{error}. The loader is at its last committed step: iterate again to continue with new workers."
-                    " If they were killed for memory, use fewer of them or a smaller prefetch_factor"
-                ) from error
-            raise
-        return self._in_flight.popleft(), fetched
-
-    def close(self) -> None:
-        """Stop the workers and drop the samples that they read. Idempotent."""
-        running, self._running = self._running, None
-        self._in_flight.clear()
-        shutdown: Callable[[], None] | None = getattr(running, "_shutdown_workers", None)
-        if shutdown is not None:
-            with contextlib.suppress(RuntimeError):  # raised if a worker has died: the reader closes anyway
-                shutdown()
-
-
-class _RecordingIterator:
-    """Iterator over tasks that records each task it yields."""
-
-    def __init__(self, tasks: Iterator[ReadTask], out: deque[ReadTask]) -> None:
-        self._tasks, self._in_flight = tasks, out
-
-    def __iter__(self) -> Iterator[ReadTask]:
-        return self
-
-    def __next__(self) -> ReadTask:
-        task = next(self._tasks)
-        self._in_flight.append(task)
-        return task
-
-
-class ReadTask(NamedTuple):
-    """One microbatch to read. It has no samples if this rank has no share of a step."""
-
-    generation: int
-    """Generation of the loader, which counts its restarts. Results of older ones are dropped."""
-    step: int
-    first: int
-    """Position of its first sample in the global batch."""
-    position: int
-    """Position of its first sample over all epochs."""
-    indices: tuple[int, ...]
-
-
-class FetchedBatch(NamedTuple):
-    """Result of a task."""
-
-    data: Any
-    error: ExceptionWrapper | None = None
-
-
-def dataset_size(dataset: Any) -> int:
-    """Return the number of samples.
-
-    Raises :class:`PolicyError` for a dataset without random access or length.
-    """
-    what = type(dataset).__name__
-    reads = any(callable(getattr(dataset, name, None)) for name in ("__getitem__", "__getitems__", "get"))
-    if isinstance(dataset, IterableDataset) or not reads:
-        raise PolicyError(
-            f"{what} can only be read from its beginning. The loader reads samples by index, so that none is lost or"
-            " repeated when ranks join or leave. Pass a dataset with __len__ and __getitem__ or get(index)"
-        )
-    try:
-        return len(dataset)
-    except (TypeError, NotImplementedError) as error:
-        raise PolicyError(f"{what} has no length, so the loader cannot order its samples: add a __len__") from error
-
-
-class WorkerDataset:
-    """Dataset for torch's ``DataLoader`` whose index is a :class:`ReadTask`."""
-
-    def __init__(
-        self,
-        dataset: Any,
-        collate: Callable[[list[Any]], Any],
-        *,
-        seed: int,
-        generation: torch.Tensor,
-        seed_samples: bool,
-    ) -> None:
-        self.dataset = dataset
-        self._samples = dataset_size(dataset)
-        self._collate = collate
-        self._seed = seed
-        self._generation = generation
-        """Shared with the loader, which changes it when it restarts."""
-        self._seed_samples = seed_samples
-
-    def __getitems__(self, task: ReadTask) -> FetchedBatch:
-        if not task.indices:
-            return FetchedBatch(None)
-        is_own_process = get_worker_info() is None and self._seed_samples
-        with preserved_rng() if is_own_process else contextlib.nullcontext():
-            try:
-                samples = self._read(task)
-                return FetchedBatch(None if samples is None else self._collate(samples))
-            except Exception:  # noqa: BLE001 - the training process raises it if the task is current
-                return FetchedBatch(None, ExceptionWrapper(where=_where(task)))
-
-    def _read(self, task: ReadTask) -> list[Any] | None:
-        """Return the samples; ``None`` if the loader dropped the task meanwhile."""
-        read_many: Callable[[Sequence[int]], list[Any]] | None = getattr(self.dataset, "__getitems__", None)
-        if read_many is not None:
-            if self._stale(task):
-                return None
-            if self._seed_samples:
-                seed_generators(hash_key("samples", self._seed, task.position))
-            return read_many(list(task.indices))
-        one = getattr(self.dataset, "__getitem__", None) or self.dataset.get
-        samples = []
-        for position, index in enumerate(task.indices, task.position):
-            if self._stale(task):
-                return None
-            if self._seed_samples:
-                seed_generators(sample_key(self._seed, position // self._samples, index))
-            samples.append(one(index))
-        return samples
-
-    def _stale(self, task: ReadTask) -> bool:
-        return task.generation != self._generation.item()
-
-
-def _where(task: ReadTask) -> str:
-    worker = get_worker_info()
-    reader = "the loader's own process" if worker is None else f"worker {worker.id}"
-    samples = f"{list(task.indices[:8])}{' and more' * (len(task.indices) > 8)}"
-    return f"in {reader}, reading samples {samples} of step {task.step}"
-
-
-def identity_collate(fetched: FetchedBatch) -> FetchedBatch:
-    """Return the batch unchanged: the source has collated it.
-
-    A module-level function, so that workers can unpickle it.
-    """
-    return fetched

@@ -25,7 +25,8 @@ from typing import Any
 from torch.utils.data import Sampler
 
 from elastic.errors import CursorError, PolicyError, StepOrderError
-from elastic.samples.data_loader import StepPortion, dataset_size, portion_indices
+from elastic.samples.data_loader import StepPortion, portion_indices
+from elastic.samples.prefetching_reader import dataset_size
 from elastic.samples.sample_schedule import (
     START_POSITION,
     DataPosition,

@@ -20,7 +20,7 @@ import torch
 from integration.sagemaker.safe_pickle import PersistentRef, PickledCall, PickledName, RefusedPickleError, parse_pickle
 from tieredckpt.errors import CheckpointDamagedError
 from tieredckpt.format.slice_boxes import Box
-from tieredckpt.tensors.state_dict import dtype_from_name, dtype_name
+from tieredckpt.tensors.plain_tensors import dtype_from_name, dtype_name
 
 MAX_METADATA_BYTES = 256 << 20
 _MAX_RANKS = 1 << 20

@@ -44,7 +44,7 @@ from tieredckpt.errors import (
 from tieredckpt.export.step_source import without_torch_warnings
 from tieredckpt.format.slice_boxes import Box, Tiling, relative_box, uncovered
 from tieredckpt.restore.read_executor import read_item_box
-from tieredckpt.tensors.state_dict import dtype_from_name, dtype_name
+from tieredckpt.tensors.plain_tensors import dtype_from_name, dtype_name
 
 log = logging.getLogger(__name__)
 

@@ -18,8 +18,9 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tree_unflatten
 
 from tieredckpt.errors import CheckpointDamagedError, MismatchError, UntrustedObjectError, UsageError
+from tieredckpt.tensors.plain_tensors import is_plain_tensor
 from tieredckpt.tensors.safe_objects import check_safe_object
-from tieredckpt.tensors.state_dict import archive_object, is_plain_tensor
+from tieredckpt.tensors.state_dict import archive_object
 
 _DESCRIPTION = "description"
 """Name of the object in the flat state. Tensors have the numbers of their leaves as names."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 from collections import Counter
@@ -9,8 +10,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from elastic.batch_cache import BatchCache, PrefetchIterator
-from elastic.batch_cache.prefetch import PrepareWorker
+from elastic.batch_cache import BatchCache
+from elastic.batch_scaling.batch_plan import BatchPlan
+from elastic.samples import ElasticDataLoader
 
 FINGERPRINT = "preparing"
 
@@ -48,29 +50,6 @@ def file_names(directory: Path) -> list[str]:
     return sorted(path.name for path in directory.iterdir())
 
 
-def prepare_or_raise(index: int) -> int:
-    if index == 3:
-        raise ZeroDivisionError("three")
-    return index
-
-
-def prepare_or_exit(index: int) -> int:
-    if index == 3:
-        os._exit(9)
-    return index
-
-
-class UnpicklableError(Exception):
-    """An exception that cannot be unpickled."""
-
-    def __init__(self, one: str, other: str) -> None:
-        super().__init__(f"{one} {other}")
-
-
-def raise_unpicklable(index: int) -> None:
-    raise UnpicklableError("quite", "strange")
-
-
 def read_batches(say: Callable[[str], None], directory: Path, log: Path, end: int, max_bytes: int = 1 << 30) -> None:
     """Read all batches up to ``end`` and check them."""
     with open_cache(directory, max_bytes=max_bytes) as cache:
@@ -88,49 +67,41 @@ def hang_in_prepare(say: Callable[[str], None], directory: Path, log: Path) -> N
         cache.get(0, prepare)
 
 
-def make_tensors(index: int) -> dict[str, Any]:
-    import torch
+class LoggedBatches:
+    """Dataset of prepared batches: it logs each read."""
 
-    return {"ids": torch.arange(10) + index, "pid": os.getpid()}
+    def __init__(self, log: Path, end: int) -> None:
+        self._prepare, self._end = LoggedPrepare(log), end
 
+    def __len__(self) -> int:
+        return self._end
 
-def read_tensors(say: Callable[[str], None], directory: Path, end: int, max_bytes: int) -> dict[str, Any]:
-    """Read tensors prepared by a worker, in a cache smaller than all batches need."""
-    with BatchCache("job", fingerprint=FINGERPRINT, directory=directory, max_bytes=max_bytes) as cache:
-        cache.mark_committed(0)
-        with PrefetchIterator(cache, range(end), make_tensors, workers=1, start_method="fork") as batches:
-            found = list(batches)
-        assert os.getpid() not in {batch["pid"] for batch in found}
-        assert cache.counts.prepared == 0
-        return {"first": [batch["ids"].add_(1)[0].item() for batch in found], "mapped": cache.counts.hits}
+    def __getitem__(self, index: int) -> dict[str, object]:
+        return self._prepare(index)
 
 
-def work_beside_another_child(say: Callable[[str], None], directory: Path) -> None:
-    """Fork a worker and an unrelated child that inherits the worker's pipes; report both pids and hang."""
-    with open_cache(directory) as cache:
-        worker = PrepareWorker(cache, batch_of, "fork")
-        worker.prepare(0, 0)
-        (pid,) = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
-        other = os.fork()
-        if not other:
-            signal.pause()
-        say(f"{pid} {other}")
-        signal.pause()
+def only_batch(samples: list[Any]) -> Any:
+    (batch,) = samples
+    return batch
 
 
 def read_ahead(
     say: Callable[[str], None], directory: Path, log: Path, end: int, workers: int, hang_after: int = -1
-) -> list[str]:
-    """Read the batches, prefetching six; return the child pids that remain at the end."""
+) -> int:
+    """Read the batches with a loader, prefetching six; return the number of its workers at the end."""
+    options = {"num_workers": workers, "prefetch_factor": 3, "multiprocessing_context": "fork"} if workers else {}
     with (
         open_cache(directory) as cache,
-        PrefetchIterator(
-            cache, range(end), LoggedPrepare(log), ahead=6, workers=workers, start_method="fork"
-        ) as batches,
-    ):
-        for index, batch in enumerate(batches):
-            assert batch == batch_of(index)
+        ElasticDataLoader(
+            LoggedBatches(log, end), BatchPlan(1, 1).for_rank(0), seed=0, shuffle="none", epochs=1, cache=cache,
+            collate_fn=only_batch, **options
+        ) as loader,
+    ):  # fmt: skip
+        for index, step in enumerate(loader):
+            (microbatch,) = step
+            assert microbatch.data == batch_of(index)
+            step.commit()
             if index == hang_after:
                 say("read")
                 signal.pause()
-        return Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+        return len(multiprocessing.active_children())

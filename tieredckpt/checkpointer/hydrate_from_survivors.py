@@ -48,7 +48,8 @@ from tieredckpt.live.survivor_choice import (
 from tieredckpt.live.survivor_state import Hydration, RetainedState, SurvivorState
 from tieredckpt.restore.step_index import StepIndex
 from tieredckpt.settings import Settings, load_settings, override_settings
-from tieredckpt.tensors.state_dict import archive_object, dtype_name
+from tieredckpt.tensors.plain_tensors import dtype_name
+from tieredckpt.tensors.state_dict import archive_object
 
 log = logging.getLogger(__name__)
 

@@ -42,8 +42,8 @@ from tieredckpt.errors import SaveFailedError
 from tieredckpt.format.shard_layout import Layout
 from tieredckpt.live.abort_fence import AbortFence, current_fence
 from tieredckpt.tensors.device import DeviceCopy, DeviceWork, accelerator
+from tieredckpt.tensors.plain_tensors import has_ordinary_dispatch, is_plain_tensor
 from tieredckpt.tensors.slot_copy import Copier, CopyPlan, MappedSlot, SlotCopy, SlotWrite, memory_at_address
-from tieredckpt.tensors.state_dict import has_ordinary_dispatch, is_plain_tensor
 from tieredckpt.tensors.state_structure import Addresses, local_values
 
 log = logging.getLogger(__name__)

@@ -30,10 +30,10 @@ from tieredckpt.session.save_plan import (
 from tieredckpt.session.session import Session
 from tieredckpt.session.slot_pool import StagedShard
 from tieredckpt.settings import Settings
+from tieredckpt.tensors.plain_tensors import is_plain_tensor
 from tieredckpt.tensors.slot_copy import SlotWrite
 from tieredckpt.tensors.state_dict import (
     flatten_state,
-    is_plain_tensor,
     local_tensor,
     private_copy,
     require_materialized,

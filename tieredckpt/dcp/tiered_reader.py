@@ -57,7 +57,7 @@ from tieredckpt.restore.verified_reads import PinnedShards, ReadMismatchError, S
 from tieredckpt.session.session import Session, open_session
 from tieredckpt.settings import Settings, load_settings, override_settings
 from tieredckpt.step_inventory import DOCTOR_HINT, LoadChoice, StepInventory
-from tieredckpt.tensors.state_dict import dtype_from_name
+from tieredckpt.tensors.plain_tensors import dtype_from_name
 
 log = logging.getLogger(__name__)
 

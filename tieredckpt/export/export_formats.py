@@ -29,7 +29,7 @@ from tieredckpt.export.step_source import StepSource, tensor_raw_bytes, without_
 from tieredckpt.format.saved_directory import DIRECTORY_ENTRY, ROOT_NAME, check_file_name
 from tieredckpt.format.shard_layout import SAFETENSORS_DTYPES
 from tieredckpt.format.slice_boxes import full_box
-from tieredckpt.tensors.state_dict import dtype_from_name
+from tieredckpt.tensors.plain_tensors import dtype_from_name
 
 SAFETENSORS_INDEX_NAME = "model.safetensors.index.json"
 _SHOWN = 8

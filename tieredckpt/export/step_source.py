@@ -21,7 +21,7 @@ from tieredckpt.restore.step_index import ByteRange, StepIndex, TensorPiece
 from tieredckpt.restore.tier_reader import TierReader
 from tieredckpt.restore.verified_reads import PinnedShards
 from tieredckpt.session.peer_reader import PeerReader
-from tieredckpt.tensors.state_dict import dtype_from_name
+from tieredckpt.tensors.plain_tensors import dtype_from_name
 
 log = logging.getLogger(__name__)
 

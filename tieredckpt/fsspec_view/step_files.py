@@ -60,8 +60,8 @@ from tieredckpt.restore.step_index import ByteRange, StepIndex
 from tieredckpt.session.session import Session, open_session
 from tieredckpt.settings import load_settings
 from tieredckpt.step_inventory import StepInventory, StepStatus
+from tieredckpt.tensors.plain_tensors import dtype_from_name
 from tieredckpt.tensors.safe_objects import load_dcp_metadata
-from tieredckpt.tensors.state_dict import dtype_from_name
 
 log = logging.getLogger(__name__)
 

@@ -16,7 +16,8 @@ import torch
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.optim import Optimizer
 
-from tieredckpt.tensors.state_dict import has_ordinary_dispatch, is_contiguous_in_memory
+from tieredckpt.tensors.plain_tensors import has_ordinary_dispatch
+from tieredckpt.tensors.state_dict import is_contiguous_in_memory
 
 _LOADING = (
     "load_state_dict",

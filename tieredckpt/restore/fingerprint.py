@@ -22,7 +22,7 @@ import torch
 from tieredckpt.format.slice_boxes import full_box, split_box
 from tieredckpt.restore.tensor_bytes import flat_in_memory, narrow_to_box, tensor_memory
 from tieredckpt.tensors.device import accelerator
-from tieredckpt.tensors.state_dict import has_ordinary_dispatch, is_plain_tensor
+from tieredckpt.tensors.plain_tensors import has_ordinary_dispatch, is_plain_tensor
 
 if TYPE_CHECKING:
     import numpy as np

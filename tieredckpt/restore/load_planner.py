@@ -20,7 +20,8 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadIte
 from torch.distributed.tensor import DTensor
 
 from tieredckpt.agent.agent_api import StateNames
-from tieredckpt.tensors.state_dict import StateDict, dtype_from_name, is_leaf_list
+from tieredckpt.tensors.plain_tensors import dtype_from_name
+from tieredckpt.tensors.state_dict import StateDict, is_leaf_list
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 

@@ -44,8 +44,8 @@ from tieredckpt.restore.tensor_bytes import (
 )
 from tieredckpt.restore.verified_reads import PinnedShards, ShardCheck
 from tieredckpt.tensors.device import accelerator
+from tieredckpt.tensors.plain_tensors import has_ordinary_dispatch
 from tieredckpt.tensors.slot_copy import Copier, memory_at_address
-from tieredckpt.tensors.state_dict import has_ordinary_dispatch
 
 log = logging.getLogger(__name__)
 

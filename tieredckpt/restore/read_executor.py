@@ -32,16 +32,10 @@ from tieredckpt.restore.verified_copy import ShardFile, copy_verified
 from tieredckpt.restore.verified_reads import PinnedShards, ReadMismatchError, ShardCheck
 from tieredckpt.session.session import Session
 from tieredckpt.tensors.device import DeviceCopy, accelerator
+from tieredckpt.tensors.plain_tensors import dtype_from_name, dtype_name, has_ordinary_dispatch, is_plain_tensor
 from tieredckpt.tensors.safe_objects import check_safe_object
 from tieredckpt.tensors.slot_copy import MemoryCopy, StagingBuffers, memory_at_address
-from tieredckpt.tensors.state_dict import (
-    dtype_from_name,
-    dtype_name,
-    has_ordinary_dispatch,
-    is_plain_tensor,
-    is_writable_in_place,
-    require_materialized,
-)
+from tieredckpt.tensors.state_dict import is_writable_in_place, require_materialized
 
 log = logging.getLogger(__name__)
 

@@ -12,8 +12,9 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from tieredckpt.format.slice_boxes import Box
 from tieredckpt.tensors.device import accelerator
+from tieredckpt.tensors.plain_tensors import has_ordinary_dispatch
 from tieredckpt.tensors.slot_copy import Copier, memory_at_address
-from tieredckpt.tensors.state_dict import has_ordinary_dispatch, is_contiguous_in_memory
+from tieredckpt.tensors.state_dict import is_contiguous_in_memory
 
 _BLOCK_BYTES = 4 << 20
 

@@ -19,15 +19,9 @@ from tieredckpt.format.manifest import StateTable, TableTensor
 from tieredckpt.format.shard_layout import ARCHIVE_ITEM, OBJECT_ITEM, ItemEntry, Layout, TensorEntry, build_layout
 from tieredckpt.format.slice_boxes import Box
 from tieredckpt.session.incarnation import IncarnationTracker
+from tieredckpt.tensors.plain_tensors import dtype_name, is_plain_tensor
 from tieredckpt.tensors.safe_objects import warn_unsafe_object
-from tieredckpt.tensors.state_dict import (
-    Fingerprint,
-    archive_object,
-    dtype_name,
-    is_plain_tensor,
-    local_tensor,
-    require_materialized,
-)
+from tieredckpt.tensors.state_dict import Fingerprint, archive_object, local_tensor, require_materialized
 
 PlanSignature = tuple[Any, ...]
 _KEPT_PLANS = 4

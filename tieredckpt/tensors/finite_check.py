@@ -13,8 +13,8 @@ import torch
 
 from tieredckpt.errors import NonFiniteStateError
 from tieredckpt.format.shard_layout import Layout, TensorEntry
+from tieredckpt.tensors.plain_tensors import dtype_from_name
 from tieredckpt.tensors.slot_copy import MappedSlot
-from tieredckpt.tensors.state_dict import dtype_from_name
 
 _SUMMED = ("float64", "float32", "float16", "bfloat16", "complex64", "complex128")
 _MAX_NAMES = 3

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 import io
 import pickle
@@ -15,48 +14,12 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.checkpoint.utils import find_state_dict_object
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from peerstore.sizes_and_durations import show_size
-from tieredckpt.errors import CheckpointDamagedError, UsageError
+from tieredckpt.errors import UsageError
 from tieredckpt.format.shard_layout import TensorEntry
+from tieredckpt.tensors.plain_tensors import has_ordinary_dispatch, is_plain_tensor
 from tieredckpt.tensors.safe_objects import warn_unsafe_object
-
-
-@functools.cache
-def dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def dtype_from_name(name: str) -> torch.dtype:
-    """Return the element type of this name; raise :class:`CheckpointDamagedError` if torch has none."""
-    found = getattr(torch, name, None)
-    if not isinstance(found, torch.dtype):
-        raise CheckpointDamagedError(f"this torch ({torch.__version__}) has no element type {name!r}")
-    return found
-
-
-def is_plain_tensor(tensor: torch.Tensor) -> bool:
-    """Return whether the tensor consists of type, shape and bytes only."""
-    return (
-        tensor.layout is torch.strided and not tensor.is_quantized and not tensor.is_nested and not _is_wrapper(tensor)
-    )
-
-
-def _is_wrapper(tensor: torch.Tensor) -> bool:
-    """Return whether the tensor's class holds its elements in other tensors or elsewhere."""
-    if type(tensor) in (torch.Tensor, torch.nn.Parameter):
-        return False
-    is_traceable: bool = is_traceable_wrapper_subclass(tensor)
-    if is_traceable or tensor.is_meta or isinstance(tensor, FakeTensor):
-        return is_traceable
-    return not has_ordinary_dispatch(tensor) and not _has_storage(tensor)
-
-
-def has_ordinary_dispatch(tensor: torch.Tensor) -> bool:
-    """Return whether operations on the tensor are torch's own."""
-    kind = type(tensor)
-    return kind is torch.Tensor or kind.__torch_dispatch__ is torch._C._disabled_torch_dispatch_impl
 
 
 def is_contiguous_in_memory(tensor: torch.Tensor) -> bool:
@@ -104,14 +67,6 @@ def _last_byte(tensor: torch.Tensor) -> int:
         last = (1 + sum((size - 1) * stride for size, stride in steps)) * tensor.element_size()
     before = tensor.storage_offset()
     return int(before * tensor.element_size() + last) if before else int(last)
-
-
-def _has_storage(tensor: torch.Tensor) -> bool:
-    try:
-        tensor.untyped_storage().data_ptr()
-    except (RuntimeError, NotImplementedError):
-        return False
-    return True
 
 
 def compact_storage(tensor: torch.Tensor) -> torch.Tensor:

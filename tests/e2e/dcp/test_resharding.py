@@ -28,8 +28,8 @@ from tieredckpt.format.slice_boxes import Box, full_box
 from tieredckpt.session.incarnation import Incarnation, SaveDecision
 from tieredckpt.session.session import open_session
 from tieredckpt.settings import load_settings
+from tieredckpt.tensors.plain_tensors import dtype_name
 from tieredckpt.tensors.slot_copy import Copier, SlotWrite
-from tieredckpt.tensors.state_dict import dtype_name
 from tieredckpt.testing import memory_node
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

@@ -30,7 +30,7 @@ from tieredckpt.errors import CheckpointDamagedError, MismatchError, UsageError
 from tieredckpt.format.shard_layout import DTYPE_WIDTHS
 from tieredckpt.format.slice_boxes import Box
 from tieredckpt.restore.fingerprint import MASK64
-from tieredckpt.tensors.state_dict import is_plain_tensor
+from tieredckpt.tensors.plain_tensors import is_plain_tensor
 
 NAME = "model.layer.0.weight"
 

@@ -24,8 +24,9 @@ from tieredckpt.live.abort_fence import AbortFence, use_fence
 from tieredckpt.session.session import open_session
 from tieredckpt.settings import load_settings
 from tieredckpt.tensors.device import use_device_backend
+from tieredckpt.tensors.plain_tensors import dtype_name
 from tieredckpt.tensors.slot_copy import Copier, SlotCopy, SlotWrite
-from tieredckpt.tensors.state_dict import dtype_name, flatten_state, resolve_stateful
+from tieredckpt.tensors.state_dict import flatten_state, resolve_stateful
 from tieredckpt.testing import memory_node
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

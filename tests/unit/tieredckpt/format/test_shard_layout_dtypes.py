@@ -7,7 +7,7 @@ from safetensors.torch import save
 
 from tieredckpt.errors import CheckpointDamagedError
 from tieredckpt.format.shard_layout import DTYPE_WIDTHS, SAFETENSORS_DTYPES, safetensors_dtype_and_shape
-from tieredckpt.tensors.state_dict import dtype_from_name, dtype_name
+from tieredckpt.tensors.plain_tensors import dtype_from_name, dtype_name
 
 TORCH = {value for value in vars(torch).values() if isinstance(value, torch.dtype)}
 
