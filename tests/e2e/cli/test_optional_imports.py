@@ -1,6 +1,6 @@
 """Every command and public entry that needs an extra, in a process that cannot import its package.
 
-They fork from an interpreter that imported torch but no module of this project.
+They fork from an interpreter that imported torch and others, but no module of this project.
 """
 
 import json
@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.fresh_starts]
 CONFIG = '{"model_type": "gpt2", "n_embd": 8, "n_layer": 1, "n_head": 1, "vocab_size": 16}'
 FORK = """
 import os, runpy, sys
-import torch
+import click, msgspec, rich.table, torch, torch.distributed.checkpoint, torch.distributed.fsdp
 
 assert not any(name.partition(".")[0] in ("tieredckpt", "peerstore", "elastic", "integration") for name in sys.modules)
 for line in sys.stdin:
