@@ -402,7 +402,7 @@ class _Rank(Generic[T]):
         is_own = isinstance(error, CheckpointNotFoundError) or not (
             isinstance(error, NonFiniteLossError) or may_follow_from_lost_rank(error)
         )
-        stepped = world.has_completed_step or newest_step_sealed_here() != self._sealed_before
+        stepped = world.completed_here >= 0 or newest_step_sealed_here() != self._sealed_before
         final = final or (requested and not stepped and isinstance(error, _STEP_ERRORS))
         position = ErrorPosition(world.step, newest_step_sealed_here(), before_first_step=not stepped)
         try:

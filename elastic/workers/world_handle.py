@@ -67,7 +67,7 @@ class World:
         self._cleanups = CleanupStack()
         self._calls = 0
         self._steps_taken = False
-        self._reported_steps = -1
+        self.completed_here = -1
         """Number of completed steps; -1 until this world completes one."""
         self.completed = 0
         """Number of completed steps, as far as :meth:`steps` knows."""
@@ -84,10 +84,6 @@ class World:
 
     @property
     def size(self) -> int:
-        return self._place.world_size
-
-    @property
-    def world_size(self) -> int:
         return self._place.world_size
 
     @property
@@ -126,11 +122,6 @@ class World:
     def step(self) -> int:
         """Number of the running step, as far as this object knows; -1 before the first."""
         return self.completed if self._steps_taken else self._calls - 1
-
-    @property
-    def has_completed_step(self) -> bool:
-        """Whether this rank has completed a step in this world."""
-        return self._reported_steps >= 0
 
     @property
     def restarts(self) -> int:
@@ -200,11 +191,11 @@ class World:
         if checkpoint is not None:
             _record_boundary(*checkpoint, self.completed)
         self.completed += 1
-        self._reported_steps = self.completed
+        self.completed_here = self.completed
         self._report_progress()
 
     def _report_progress(self, *, idle: bool = False) -> None:
-        self._plane.report_progress(rank_progress(self._reported_steps, idle=idle))
+        self._plane.report_progress(rank_progress(self.completed_here, idle=idle))
 
     @contextmanager
     def pause_watchdog(self) -> Iterator[None]:
@@ -260,7 +251,7 @@ class World:
             return True
         if self._calls > 0:
             self._record.step_ended(self._record.next_step + self._calls - 1)
-            self._reported_steps = self._calls
+            self.completed_here = self._calls
             self._report_progress()
         decision = self._gate.pass_boundary(self._calls)
         if decision is BoundaryDecision.ABORT:
