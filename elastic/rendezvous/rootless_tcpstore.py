@@ -133,6 +133,8 @@ class CallWatchdog:
 
 
 _CONNECT_TIMEOUT = timedelta(seconds=10)
+_LAST_PROBE_S = 1.0
+"""Seconds for the last test of a server that took too long to connect."""
 """Timeout of a new client, including the lookup of the server's name."""
 
 _NOT_SENT, _MAX_TRIES = "Broken pipe", 5
@@ -257,7 +259,7 @@ class StoreServerClient:
                 return self._idle.pop(), False
         until = time.monotonic() + self._timeouts.connect_timeout_s
         while not self._closed and self.state is not StoreServerState.GONE:
-            self._probe()
+            self._probe(self._timeouts.connect_timeout_s)
             try:
                 with self._watchdog.limit(self._timeouts.connect_timeout_s, self.close_connections) as call:
                     client = self._connected()
@@ -269,6 +271,7 @@ class StoreServerClient:
             except dist.DistError as error:
                 reason = str(error)
             if not self._closed and time.monotonic() > until:
+                self._probe(_LAST_PROBE_S)  # it may have gone during a slow attempt
                 self._mark_unresponsive(reason)
                 break
         raise StoreUnreachableError(f"the store on {self.address} {self.state.value}")
@@ -294,14 +297,14 @@ class StoreServerClient:
             with contextlib.suppress(StoreUnreachableError):
                 self._put_back(self._get_client()[0])
 
-    def _probe(self) -> None:
+    def _probe(self, within_s: float) -> None:
         """Detect a server that is gone at once, because a new ``TCPStore`` retries for long.
 
         Also stores the server's addresses. Raise :class:`StoreUnreachableError` if it cannot be reached.
         """
         try:
-            addresses = resolve_store(self.host, self.port, within_s=self._timeouts.connect_timeout_s)
-            socket.create_connection((self.host, self.port), self._timeouts.connect_timeout_s).close()
+            addresses = resolve_store(self.host, self.port, within_s=within_s)
+            socket.create_connection((self.host, self.port), within_s).close()
             self._addresses = addresses
         except ConnectionRefusedError as error:
             if self.state is not StoreServerState.GONE:

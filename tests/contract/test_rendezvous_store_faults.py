@@ -14,6 +14,7 @@ import pytest
 import torch.distributed as dist
 
 from elastic.control.control_plane import RankAssignment
+from elastic.rendezvous import rootless_tcpstore
 from elastic.rendezvous.rootless_tcpstore import (
     OldKeyCleanup,
     RootlessStore,
@@ -132,6 +133,20 @@ def test_sums_during_a_member_death_include_every_reply(servers, connect):
     assert total == answered  # the sum counts every acknowledged add once
     assert all(numbers == sorted(set(numbers)) for numbers in said)  # each rank sees it grow
     assert max(max(numbers) for numbers in said) <= total + 3
+
+
+def test_member_that_dies_during_a_slow_connect_is_gone(servers, connect, monkeypatch):
+    key, connected = key_held_by(1, 2), StoreServerClient._connected
+    assert connect().add(key, 1) == 1
+
+    def die_first(client: StoreServerClient) -> dist.TCPStore:
+        if client.address == servers[1].address:
+            servers[1].kill()
+        return connected(client)
+
+    monkeypatch.setattr(StoreServerClient, "_connected", die_first)
+    monkeypatch.setattr(rootless_tcpstore, "_CONNECT_TIMEOUT", timedelta(seconds=_HASTY.connect_timeout_s + 1))
+    assert connect(_HASTY).add(key, 1) == 2
 
 
 def test_key_with_two_lost_holders_is_an_error_at_once(servers, connect):
