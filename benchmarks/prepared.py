@@ -103,7 +103,7 @@ def trainer(run: Run) -> dict[str, Any]:
     import xxhash
 
     import elastic.batch_cache
-    import elastic.samples  # noqa: F401
+    import elastic.samples.data_loader  # noqa: F401
     from benchmarks import tokenised
 
     tokenised.merges()

@@ -67,8 +67,13 @@ class PrefetchingReader:
         return task, self._map(task) or self._source.read(task) if fetched.is_cached else fetched
 
     def _map_cached(self) -> None:
-        """Map the next microbatches, as far as the cache has them. Start the workers with the first other one."""
-        while self._running is None and self._source.cache is not None and len(self._mapped) < self._ahead:
+        """Map up to two microbatches. The first that is not in the cache starts the workers.
+
+        One of them is read now, so the distance to the reader grows without a delay of the first microbatch.
+        """
+        for _ in range(2):
+            if self._running is not None or self._source.cache is None or len(self._mapped) >= self._ahead:
+                return
             task = next(self._tasks, None)
             if task is None:
                 return
