@@ -17,6 +17,7 @@ from elastic.batch_cache.microbatch_cache import MicrobatchCache
 from elastic.errors import DataWorkersLostError, PolicyError
 from elastic.samples.rng import preserved_rng, sample_key, seed_generators
 from elastic.samples.sample_schedule import hash_key
+from tieredckpt.tensors.device import accelerator
 
 _DIED = ("exited unexpectedly", "killed by signal")
 
@@ -35,7 +36,7 @@ class PrefetchingReader:
         self._uncached: deque[ReadTask] = deque()
         """The first task that was not."""
         self._ahead = max(1, options["num_workers"] * (options["prefetch_factor"] or 2))
-        self._pin_memory: bool = options["pin_memory"]
+        self._pin_memory = options["pin_memory"] and accelerator().device_count() > 0
         # A separate generator: otherwise torch draws the workers' first seed from the training's generator.
         self._loader: DataLoader[Any] = DataLoader(
             source,  # type: ignore[arg-type] # torch only calls its __getitems__

@@ -14,6 +14,7 @@ from elastic.errors import CacheFullError
 from elastic.samples import DataPosition, ElasticDataLoader
 from tests.support.batch_shares import even_share
 from tests.support.example_counts import examples
+from tieredckpt.tensors.device import accelerator
 
 pytestmark = [
     pytest.mark.slow,
@@ -143,6 +144,19 @@ def test_error_of_a_sample_is_raised_at_its_step_and_not_cached(tmp_path, open_c
     assert found == list(range(16))
     assert 9 in good.reads()
     assert 0 not in good.reads()
+
+
+@pytest.mark.filterwarnings("ignore:'pin_memory' argument is set as true but no accelerator:UserWarning")
+def test_pinned_microbatches_come_from_the_cache(samples, open_cache):
+    with loader(samples, even_share(8, 2), open_cache(), pin_memory=True) as data:
+        expected = read(data, 2)
+    before = len(samples.reads())
+    with loader(samples, even_share(8, 2), open_cache(), pin_memory=True) as data:
+        step = next(iter(data))
+        found = [batch.data for batch in step]
+    assert [one.tolist() for one in found] == expected[:4]
+    assert {one.is_pinned() for one in found} == {accelerator().device_count() > 0}
+    assert len(samples.reads()) == before
 
 
 @workers
