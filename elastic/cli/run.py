@@ -59,6 +59,7 @@ from peerstore.network_addresses import (
     outbound_address,
     split_address,
 )
+from peerstore.store.slot_metadata import jobs_in_directory
 from tieredckpt.cli.exit_codes import ExitCode, exit_code_for
 from tieredckpt.errors import UsageError
 from tieredckpt.event_log import EVENT_LOG_ENV
@@ -546,15 +547,16 @@ def _agent_directory(place: RunDirectory, name: str, options: dict[str, Any]) ->
     """Return the directory of the node's agent; ``None`` for the machine's shared one.
 
     Each simulated node has its own agent, so that the peer tier has several nodes. A restarted job finds the steps
-    there, even if it has one node now.
+    there, even if it has one node now. An agent without steps does not count: a node that joined a run that had ended
+    leaves one.
     """
     own = place.node_directory(name) / "agent"
-    if (options["simulate_nodes"] or 1) > 1 or own.exists():
+    if (options["simulate_nodes"] or 1) > 1 or jobs_in_directory(own):
         return own
     if options["coordinator"] or settings.has_agent_directory():
         return None
-    left = sorted(place.directory.glob("*/agent"), key=lambda one: (not (one / "agent.sock").exists(), one))
-    return left[0] if left else None
+    left = [one for one in place.directory.glob("*/agent") if jobs_in_directory(one)]
+    return min(left, key=lambda one: (not (one / "agent.sock").exists(), one), default=None)
 
 
 def _own_agent(directory: Path) -> dict[str, str]:

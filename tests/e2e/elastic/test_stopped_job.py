@@ -10,6 +10,7 @@ import sys
 import pytest
 import torch
 
+from elastic.supervisor.memory_tier import MemoryTierProcess
 from tests.support.bits import assert_same_bits
 from tieredckpt import Checkpointer, CheckpointNotFoundError
 from tieredckpt.agent.agent_client import NodeAgentClient
@@ -144,3 +145,15 @@ def test_record_of_a_stop_ends_with_the_first_shard_of_a_later_incarnation(agent
     with Checkpointer("tiered://continued") as ckpt:
         assert ckpt.restore(found) == 8
     assert_same_bits(found, state(8))
+
+
+def test_agent_directory_without_steps_does_not_hide_the_shared_agent(elastic_run, tmp_path):
+    stopped = stopped_run(elastic_run)
+    directory = tmp_path / "run" / "train" / "n0" / "agent"
+    idle = MemoryTierProcess({**os.environ, "TIEREDCKPT_AGENT_DIRECTORY": str(directory)}, directory.parents[1])
+    idle.start()  # as `elastic join` does, before it finds that the run has ended
+    try:
+        done, restored = elastic_run(stopped.step + 3, "--job", "train", "--node", "n0")
+    finally:
+        idle.shut_down()
+    assert (done.returncode, restored) == (0, [f"{stopped.step} {stopped.step + 1}"]), done.stderr
