@@ -13,8 +13,8 @@ from elastic.batch_cache.cache import BatchCache, CacheResult
 class MicrobatchCache:
     """Layer between a loader and a :class:`~elastic.batch_cache.cache.BatchCache`.
 
-    An entry has the indices and the seed of its samples. A microbatch of another size, order or seed at the same
-    position counts as absent and replaces it.
+    An entry has the indices and the seed of its samples. Any other entry at the same position counts as absent and is
+    replaced, such as a microbatch of another size, order or seed.
     """
 
     def __init__(self, cache: BatchCache, seed: int) -> None:
@@ -30,8 +30,9 @@ class MicrobatchCache:
         found = self._own_cache().lookup(position)
         if not found.is_cached:
             return found
-        if found.batch["samples"] == self._samples(indices):
-            return CacheResult(is_cached=True, batch=found.batch["data"])
+        entry = found.batch
+        if isinstance(entry, dict) and entry.get("samples") == self._samples(indices):
+            return CacheResult(is_cached=True, batch=entry["data"])
         self._own_cache().remove(position)
         return CacheResult(is_cached=False)
 

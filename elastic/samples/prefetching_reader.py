@@ -65,7 +65,9 @@ class PrefetchingReader:
                 ) from error
             raise
         task = self._in_flight.popleft()
-        return task, self._map(task) or self._source.read(task) if fetched.is_cached else fetched
+        if fetched.is_cached:
+            fetched = self._map(task) or self._source.read(task)
+        return task, fetched
 
     def _map_cached(self) -> None:
         """Map up to two microbatches. The first that is not in the cache starts the workers.
