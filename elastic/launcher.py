@@ -41,7 +41,6 @@ from elastic.world.scaling_policy import ScalingPolicy
 from elastic.world.world_state import NO_STEP_HOLDERS, RequestedStep, StepHolders
 from peerstore.daemon_process import handle_signals, raise_open_file_limit
 from peerstore.message_codec import from_json
-from peerstore.store.slot_metadata import jobs_in_directory
 from peerstore.transport.authentication import read_secret
 
 if TYPE_CHECKING:
@@ -317,7 +316,7 @@ def run_supervisor(task: SupervisorSpec, secret: bytes) -> tuple[ExitReason, str
         starting.join()
     if over is ExitReason.FINISHED:
         agent.shut_down()
-    elif agent.kept_directory is not None and jobs_in_directory(agent.kept_directory):
+    elif agent.kept_directory is not None:
         log.warning("the checkpoints stay in memory in %s for the next run of the job", agent.kept_directory)
     return over, reason
 

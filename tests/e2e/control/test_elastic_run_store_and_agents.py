@@ -48,12 +48,13 @@ def test_store_outlives_ranks_and_the_coordinator(job: ElasticRun) -> None:
     wait_until(lambda: not job.pids())
 
 
-def broken_agent(job: ElasticRun, node: str) -> None:
+def broken_agent(job: ElasticRun, node: str) -> Path:
     """Prepare a directory in which the node's agent cannot start."""
     place = job.folder / "run" / "job" / node / "agent"
     for folder in (*reversed(place.parents[:3]), place):
         folder.mkdir(mode=0o700, exist_ok=True)
     (place / "slots").touch()
+    return place
 
 
 def test_node_whose_agent_cannot_start_leaves_the_job(job: ElasticRun) -> None:
@@ -103,7 +104,7 @@ def test_wrong_agent_setting_is_a_usage_error(job: ElasticRun) -> None:
 
 
 def test_job_ends_with_the_reason_where_no_node_has_an_agent(job: ElasticRun) -> None:
-    broken_agent(job, "n0")
+    job.environ["TIEREDCKPT_AGENT_DIRECTORY"] = str(broken_agent(job, "n0"))
     run = job.run("--shrink-after", "0", "--agent")
     assert job.wait_ended(run) in (7, 8)  # depends on whether the node leaves during a world or before the first one
     end = next(line for line in reversed(job.output().splitlines()) if "did not start" in line)

@@ -26,6 +26,7 @@ from elastic.workers.train_loop import RecoveryPolicy, RunOutcome
 from elastic.workers.train_loop import run as train_loop_run
 from elastic.world.scaling_policy import ScalingPolicy
 from elastic.world.world_state import StepHolders
+from peerstore.store.slot_metadata import JOB_METADATA, SEAL_METADATA
 from tests.support.agents import agent_directory, agent_pid, stop_agent, stop_process
 from tieredckpt import Checkpointer
 from tieredckpt.errors import SettingsError
@@ -289,7 +290,11 @@ def test_single_node_resumes_from_simulated_nodes(monkeypatch, place):
     assert memory() == (None, None)
     assert memory("n0", simulate_nodes=2) == (str(n0), "n0")
     n0.mkdir(parents=True)
-    n8.mkdir(parents=True)
+    assert memory("n0") == (None, None)  # an agent without steps
+    for agent in (n0, n8):
+        (agent / "notes").mkdir(parents=True)
+        for name in (f"{SEAL_METADATA}slot.job.0.5", f"{JOB_METADATA}job"):
+            (agent / "notes" / name).touch()
     (n8 / "agent.sock").touch()
     assert memory() == (str(n8), "n8")  # its socket still exists
     assert memory("n0", simulate_nodes=1) == (str(n0), "n0")
