@@ -185,18 +185,17 @@ class BatchCache:
         index: int,
         prepare: PrepareFunction,
         *,
-        position: int | None = None,
         should_stop: Callable[[], bool] = _never,
     ) -> Any:
         """Return the batch of a global index, from the cache or from ``prepare(index)``, and cache it.
 
-        Its tensors may be changed in place without effects on other processes. ``position`` is the first index that the
-        caller has not used yet. ``should_stop`` ends the wait for another process. Exceptions of ``prepare`` propagate.
+        Its tensors may be changed in place without effects on other processes. ``should_stop`` ends the wait for
+        another process. Exceptions of ``prepare`` propagate.
         """
         found = self.lookup(index)
         if found.is_cached:
             return found.batch
-        result = self.prepare(index, prepare, position=position, should_stop=should_stop)
+        result = self.prepare(index, prepare, should_stop=should_stop)
         if not result.is_cached:
             return result.batch
         found = self.lookup(index)
@@ -226,7 +225,6 @@ class BatchCache:
         index: int,
         prepare: PrepareFunction,
         *,
-        position: int | None = None,
         should_stop: Callable[[], bool] = _never,
     ) -> CacheResult:
         """Prepare and cache the batch, in this process or another one. Return it if it cannot be cached."""
@@ -244,7 +242,7 @@ class BatchCache:
             batch = self._call_prepare(index, prepare)
             encoded = encode_batch(self._digest, index, batch)
             failpoint("prepared.encoded")
-            is_stored = self._store(claim, encoded, index if position is None else position)
+            is_stored = self._store(claim, encoded)
             return CacheResult(is_cached=True) if is_stored else CacheResult(is_cached=False, batch=batch)
 
     def remove(self, index: int) -> None:
@@ -255,7 +253,7 @@ class BatchCache:
     def mark_committed(self, index: int) -> None:
         """Record that training will not return to batches before ``index``, so that they may be evicted first.
 
-        Applies to all processes of the node. Before the first call, batches before a reader's position count as used.
+        Applies to all processes of the node. Before the first call, batches before the one to store count as used.
         """
         with self._tolerate_full_cache():
             self._writer.commit(_validated_index(index))
@@ -272,10 +270,10 @@ class BatchCache:
         self._add(prepared=1)
         return prepare(index)
 
-    def _store(self, claim: BatchClaim, encoded: EncodedBatch, position: int) -> bool:
+    def _store(self, claim: BatchClaim, encoded: EncodedBatch) -> bool:
         is_stored = False
         with self._tolerate_full_cache():
-            self._writer.write(claim, encoded, position)
+            self._writer.write(claim, encoded)
             is_stored = True
         self._add(stored=is_stored)
         return is_stored
@@ -365,23 +363,23 @@ class CacheWriter:
             tally.used_bytes = UNKNOWN_USAGE
             self._folder.remove_damaged(index, fd)
 
-    def write(self, claim: BatchClaim, encoded: EncodedBatch, position: int) -> None:
+    def write(self, claim: BatchClaim, encoded: EncodedBatch) -> None:
         """Write and publish a batch.
 
         Raises :class:`CacheFullError` or ``OSError`` if that fails, and leaves no file.
         """
-        self._reserve(claim, encoded.layout.size_bytes, position)
+        self._reserve(claim, encoded.layout.size_bytes)
         failpoint("prepared.reserved")
         _write(claim.fd, encoded)
         failpoint("prepared.written")
         self._folder.publish(claim)
         failpoint("prepared.published")
 
-    def _reserve(self, claim: BatchClaim, size_bytes: int, position: int) -> None:
+    def _reserve(self, claim: BatchClaim, size_bytes: int) -> None:
         """Reserve space for a batch: its file has its size before another process can count."""
         with locked_usage(self._folder.fd) as tally:
             os.ftruncate(claim.fd, 0)  # data of a dead process
-            cursor = position if tally.committed == UNKNOWN_USAGE else tally.committed
+            cursor = claim.index if tally.committed == UNKNOWN_USAGE else tally.committed
             if tally.used_bytes == UNKNOWN_USAGE or tally.used_bytes + size_bytes > self._limit_bytes:
                 self._make_room(CacheEntry(claim.index, size_bytes), cursor, tally)
             place = os.statvfs(self._folder.fd)
