@@ -252,14 +252,10 @@ class SurvivorRecovery:
         """
         if self._survivor_state is None:
             return
-        from elastic.reshard.state_checksum import name_seed, weighted_sum
         from tieredckpt.checkpointer.hydrate_from_survivors import hydrate_from_survivors
 
-        def weigh(name: str, tensor: torch.Tensor, shape: tuple[int, ...], offsets: tuple[int, ...]) -> int:
-            return weighted_sum(name_seed(name), tensor, shape, offsets)
-
         store = dist.distributed_c10d._get_default_store()
-        found = hydrate_from_survivors(self._survivor_state, store, world.rank, world.size, weigh=weigh)
+        found = hydrate_from_survivors(self._survivor_state, store, world.rank, world.size)
         if any(one.failed for one in found) and world.wait_broken(self._settle_s):
             raise WorldChanged("another rank was lost before it had what survivors gave")
         world.hydration = found[0] if found else None

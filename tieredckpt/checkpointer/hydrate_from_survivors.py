@@ -14,6 +14,7 @@ import logging
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -46,7 +47,7 @@ from tieredckpt.live.survivor_choice import (
     why_off,
 )
 from tieredckpt.live.survivor_state import Hydration, RetainedState, SurvivorState
-from tieredckpt.restore.step_index import StepIndex
+from tieredckpt.restore.fingerprint import can_be_fingerprinted, fingerprints_by_device
 from tieredckpt.settings import Settings, load_settings, override_settings
 from tieredckpt.tensors.plain_tensors import dtype_name
 from tieredckpt.tensors.state_dict import archive_object
@@ -60,8 +61,6 @@ _MOST_TRIES = 3
 """Number of worlds that a state is retained for."""
 _MOST_BYTES = 256 << 20
 """Maximum bytes of one message: some hundred thousand tensors."""
-TensorChecksum = Callable[[str, torch.Tensor, tuple[int, ...], tuple[int, ...]], int]
-"""Function of name, tensor, shape and offsets that returns the checksum of a box of the tensor."""
 
 
 class _JobHoldings(msgspec.Struct, frozen=True):
@@ -78,13 +77,13 @@ class _JobHoldings(msgspec.Struct, frozen=True):
 
 
 def hydrate_from_survivors(
-    state: SurvivorState, store: torch.distributed.Store, rank: int, size: int, *, weigh: TensorChecksum
+    state: SurvivorState, store: torch.distributed.Store, rank: int, size: int
 ) -> list[Hydration]:
     """Save the newest step that the survivors' states form, on all ranks before their world trains.
 
     The survivors retain their states until that succeeds, so that the next world can retry after another fault. If it
     fails, only these steps are lost, and :class:`Hydration` has the reason. Ranks with the same slices must have the
-    same checksums, which ``weigh`` computes.
+    same contents.
     """
     exchange = _StoreExchange(store, rank, size)
     state.contribute_attempts += 1
@@ -98,7 +97,7 @@ def hydrate_from_survivors(
     coverages = {job: _coverage_of(retained) for job, retained in state.retained.items()}
     job_holdings = _gather_holdings(state, exchange, coverages)
     found = [
-        _hydrate(exchange, job, job_holdings[job], state.retained.get(job), coverages.get(job), weigh=weigh)
+        _hydrate(exchange, job, job_holdings[job], state.retained.get(job), coverages.get(job))
         for job in sorted(job_holdings)
     ]
     for hydration in found if rank == 0 else ():
@@ -137,8 +136,6 @@ def _hydrate(
     job_holdings: _JobHoldings,
     retained: RetainedState | None,
     coverage: SurvivorCoverage | None,
-    *,
-    weigh: TensorChecksum,
 ) -> Hydration:
     if not job_holdings.holdings:
         return Hydration(
@@ -148,21 +145,17 @@ def _hydrate(
     chooser = min(reporters)  # a survivor, because its node knows all tiers
     if exchange.rank in reporters:
         exchange.send(f"{job}/{exchange.rank}", coverage)
-    replicas = [rank for ranks in ranks_to_compare(job_holdings.holdings).values() for rank in ranks]
-    if exchange.rank in replicas and retained is not None:
-        exchange.send(f"{job}/content/{exchange.rank}", _content_digest(retained, weigh))
     if exchange.rank == chooser and retained is not None:
         exchange.send(f"{job}/peer", {**dataclasses.asdict(retained.settings.peer), "secret": ""})
     settings = _settings_for(retained, exchange.receive(f"{job}/peer", dict[str, Any]))
     try:
         with Checkpointer(f"tiered://{job}", settings=settings, on_sigterm="ignore") as ckpt:
             ckpt._saver.join(restoring=True)
+            choose = None
             if exchange.rank == chooser:
                 coverages = exchange.receive_all([f"{job}/{rank}" for rank in reporters], SurvivorCoverage)
-                contents = exchange.receive_all([f"{job}/content/{rank}" for rank in replicas], ContentDigest)
-                wrong = diverging_replicas(job_holdings.holdings, dict(zip(replicas, contents, strict=True)))
-                exchange.send(f"{job}/choice", _choose(ckpt, job_holdings, coverages, wrong))
-            choice = exchange.receive(f"{job}/choice", SurvivorChoice)
+                choose = partial(_choose, job_holdings, coverages, *_required_names(ckpt))
+            choice = _agree_on_choice(exchange, job, job_holdings, retained, choose)
             if choice.why:
                 return Hydration(job, "snapshot", -1, job_holdings.reached, choice.why)
             failpoint("live.chosen")
@@ -178,29 +171,57 @@ def _hydrate(
         )
 
 
-def _choose(
-    ckpt: Checkpointer, job_holdings: _JobHoldings, coverages: Sequence[SurvivorCoverage], wrong: Mapping[int, str]
+def _agree_on_choice(
+    exchange: _StoreExchange,
+    job: str,
+    job_holdings: _JobHoldings,
+    retained: RetainedState | None,
+    choose: Callable[[Mapping[int, str]], SurvivorChoice] | None,
 ) -> SurvivorChoice:
-    needed, unknown = None, ""
-    try:
-        needed = _required_names(ckpt)
-    except (TieredCheckpointError, PeerStoreError) as error:
-        unknown = str(error)
+    """Return the choice of the rank that has ``choose``, a function of the steps to exclude.
+
+    A choice reads no tensor if no step is newer than the newest checkpoint. Otherwise replicas are compared first.
+    """
+    if choose is not None:
+        exchange.send(f"{job}/candidate", choose({}))
+    candidate = exchange.receive(f"{job}/candidate", SurvivorChoice)
+    replicas = [rank for ranks in ranks_to_compare(job_holdings.holdings).values() for rank in ranks]
+    if candidate.why or not replicas:
+        return candidate
+    if exchange.rank in replicas and retained is not None:
+        exchange.send(f"{job}/content/{exchange.rank}", _content_digest(retained))
+    if choose is not None:
+        contents = exchange.receive_all([f"{job}/content/{rank}" for rank in replicas], ContentDigest)
+        wrong = diverging_replicas(job_holdings.holdings, dict(zip(replicas, contents, strict=True)))
+        exchange.send(f"{job}/choice", choose(wrong))
+    return exchange.receive(f"{job}/choice", SurvivorChoice)
+
+
+def _choose(
+    job_holdings: _JobHoldings,
+    coverages: Sequence[SurvivorCoverage],
+    needed: RequiredNames | None,
+    unknown: str,
+    wrong: Mapping[int, str],
+) -> SurvivorChoice:
     known = {one.digest: one for one in coverages}
     return choose_survivor_step(
         job_holdings.holdings.values(), known, needed, unknown=unknown, most=job_holdings.proven, wrong=wrong
     )
 
 
-def _required_names(ckpt: Checkpointer) -> RequiredNames | None:
-    """Return the names in the newest complete step, or ``None`` if no step is complete."""
-    node, job = ckpt.session.agent, ckpt.session.job
-    loadable = ckpt.session.choose_step(ckpt.session.list_steps(fresh=True)).loadable
-    if not loadable:
-        return None
-    newest = loadable[0].version_id
-    step = StepIndex(node.steps.describe(job, newest))
-    return RequiredNames(newest.version, frozenset(step.tensors), frozenset(step.objects))
+def _required_names(ckpt: Checkpointer) -> tuple[RequiredNames | None, str]:
+    """Return the names in the newest complete step, or ``None`` and the error that hides them, if any."""
+    session = ckpt.session
+    try:
+        loadable = session.choose_step(session.list_steps(fresh=True)).loadable
+        if not loadable:
+            return None, ""
+        newest = loadable[0].version_id
+        found = session.agent.steps.names(session.job, newest)
+    except (TieredCheckpointError, PeerStoreError) as error:
+        return None, str(error)
+    return RequiredNames(newest.version, frozenset(found.names), frozenset(found.objects)), ""
 
 
 def _settings_for(retained: RetainedState | None, peer: Mapping[str, Any]) -> Settings:
@@ -223,18 +244,19 @@ def _coverage_of(retained: RetainedState) -> SurvivorCoverage:
     return SurvivorCoverage(tuple(held), tuple(objects))
 
 
-def _content_digest(retained: RetainedState, weigh: TensorChecksum) -> ContentDigest:
-    """Return a digest of the replicated tensors, which reads each of their bytes once."""
-    weights = []
+def _content_digest(retained: RetainedState) -> ContentDigest:
+    """Return a digest of the replicated tensors, which reads each of their bytes once, on their device."""
+    names = [item.index.fqn for item in retained.plan.items if item.tensor_data is not None]
+    names = [name for name in names if name in retained.replicated_names]
+    tensors = [retained.values[name] for name in names]
+    unreadable = next((name for name, one in zip(names, tensors, strict=True) if not can_be_fingerprinted(one)), None)
+    if unreadable is not None:
+        return ContentDigest(why=f"the elements of {unreadable} cannot be compared")
     try:
-        for item in retained.plan.items:
-            plan = item.tensor_data
-            if plan is not None and item.index.fqn in retained.replicated_names:
-                name, value = item.index.fqn, retained.values[item.index.fqn]
-                weights.append((name, weigh(name, value, (*plan.size,), (*plan.chunk.offsets,))))
+        found = fingerprints_by_device(tensors)
     except RuntimeError as error:  # raised by a broken device
         return ContentDigest(why=str(error))
-    return ContentDigest(xxhash.xxh3_128_hexdigest(msgspec.msgpack.encode(weights)))
+    return ContentDigest(xxhash.xxh3_128_hexdigest(msgspec.msgpack.encode(list(zip(names, found, strict=True)))))
 
 
 class _Planner(DefaultSavePlanner):

@@ -6,10 +6,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from elastic.reshard.state_checksum import name_seed, weighted_sum
 from elastic.workers.in_process_restart import reset_process_state
 from tests.support.oldest_torch import worlds_that_end
 from tieredckpt import Checkpointer, SaveFailedError
+from tieredckpt.agent.node_step_reader import NodeStepReader
 from tieredckpt.checkpointer.checkpoint_saver import CheckpointSaver
 from tieredckpt.checkpointer.hydrate_from_survivors import hydrate_from_survivors
 from tieredckpt.checkpointer.progress_hook import expect_reached_step
@@ -22,10 +22,6 @@ from tieredckpt.testing import memory_node
 pytestmark = worlds_that_end
 
 
-def weigh(name, tensor, shape, offsets):
-    return weighted_sum(name_seed(name), tensor, shape, offsets)
-
-
 class Job:
     """A job of one rank that moves from world to world."""
 
@@ -36,7 +32,7 @@ class Job:
         """Enter a new world with a new model, and return the source of its state."""
         self.epoch += 1
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-        found = hydrate_from_survivors(self.held, dist.distributed_c10d._get_default_store(), 0, 1, weigh=weigh)
+        found = hydrate_from_survivors(self.held, dist.distributed_c10d._get_default_store(), 0, 1)
         self.held.enter_world(self.epoch)
         torch.manual_seed(self.epoch)
         self.model = torch.nn.Linear(3, 2)
@@ -113,6 +109,16 @@ def test_complete_step_is_not_saved_again(job):
     found = job.enter()
     assert (*said(found), found.why) == ("snapshot", -1, 5, "step 5 is a complete checkpoint")
     assert (job.first, job.ckpt.last_restore.mode, job.ckpt.last_restore.steps_redone) == (6, "snapshot", 0)
+
+
+def test_only_the_names_of_the_complete_step_are_requested(job, monkeypatch):
+    job.enter()
+    job.train(6)
+    job.leave()
+    monkeypatch.setattr(
+        NodeStepReader, "describe", lambda *_: pytest.fail("the checksums of all shards were requested")
+    )
+    assert job.enter().why == "step 5 is a complete checkpoint"
 
 
 def test_incomplete_boundary_costs_the_unsaved_steps(job):

@@ -1,15 +1,21 @@
-"""Messages between ranks through their store: a round trip or a clear refusal."""
+"""Messages between ranks through their store, and the choice of all ranks."""
 
 from __future__ import annotations
 
 import zlib
+from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
 import pytest
+import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
 
 from tieredckpt.checkpointer import hydrate_from_survivors
 from tieredckpt.errors import CheckpointDamagedError
+from tieredckpt.live.survivor_choice import SurvivorChoice, SurvivorHolding
+from tieredckpt.live.survivor_state import RetainedState
+from tieredckpt.settings import Settings
 
 NAME = "stand/0"
 SAID = {"step": 7, "names": ["weight", "bias"] * 100}
@@ -53,3 +59,53 @@ def test_oversized_message_is_refused_before_unpacking(meeting, monkeypatch):
     assert len(bomb) < 1 << 20
     with pytest.raises(CheckpointDamagedError, match="more than 1 MiB"):
         heard_of(meeting, bomb)
+
+
+def retained_state(tensor):
+    plan = create_default_local_save_plan({"weight": tensor}, is_coordinator=True)
+    return RetainedState(7, 0, {"weight": tensor}, plan, Settings(), replicated_names=frozenset({"weight"}))
+
+
+def agreed_choice(tensors, newest=6):
+    """Return the choices of ranks with these replicas of step 7, next to a checkpoint of step ``newest``."""
+    store = dist.HashStore()
+    holdings = {rank: SurvivorHolding(7, 0, "same") for rank in range(len(tensors))}
+    known = hydrate_from_survivors._JobHoldings(7, holdings)
+
+    def choose(wrong):
+        if newest >= 7:
+            return SurvivorChoice(why=f"step {newest} is a complete checkpoint")
+        return SurvivorChoice(why=wrong[7]) if 7 in wrong else SurvivorChoice(7)
+
+    def agree(rank):
+        exchange = hydrate_from_survivors._StoreExchange(store, rank, len(tensors))
+        return hydrate_from_survivors._agree_on_choice(
+            exchange, "job", known, retained_state(tensors[rank]), choose if rank == 0 else None
+        )
+
+    with ThreadPoolExecutor(len(tensors)) as pool:
+        return list(pool.map(agree, range(len(tensors))))
+
+
+def test_replicas_with_the_same_contents_are_chosen():
+    values = torch.arange(6.0).view(2, 3)
+    assert agreed_choice([values, values.t().contiguous().t()]) == [SurvivorChoice(7)] * 2
+
+
+def test_replicas_with_different_contents_are_not_chosen():
+    values = torch.zeros(4096)
+    other = values.clone()
+    other[4095] = -0.0
+    why = "ranks 0 and 1 do not hold the same parameters"
+    assert agreed_choice([values, other]) == [SurvivorChoice(why=why)] * 2
+
+
+def test_replicas_that_cannot_be_read_are_not_chosen():
+    why = "rank 1: the elements of weight cannot be compared"
+    assert agreed_choice([torch.zeros(3), torch.zeros(3, device="meta")]) == [SurvivorChoice(why=why)] * 2
+
+
+def test_replicas_are_not_read_beside_a_checkpoint_of_their_step(monkeypatch):
+    monkeypatch.setattr(hydrate_from_survivors, "_content_digest", lambda _: pytest.fail("tensors were read"))
+    choice = SurvivorChoice(why="step 7 is a complete checkpoint")
+    assert agreed_choice([torch.zeros(3), torch.zeros(3)], newest=7) == [choice] * 2

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from elastic.reshard.state_checksum import name_seed, weighted_sum
 from tests.support.async_device import AsyncDevice
 from tieredckpt.checkpointer.hydrate_from_survivors import hydrate_from_survivors
 from tieredckpt.live.boundary_recorder import BoundaryRecorder
@@ -80,7 +79,7 @@ def test_next_world_reports_why_only_the_snapshot_is_used(trained):
     trained.captured()
     trained.noter.record(trained.state, 1)
     trained.held.retain_after_fault()
-    (found,) = hydrate_from_survivors(trained.held, torch.distributed.HashStore(), 0, 1, weigh=weigh)
+    (found,) = hydrate_from_survivors(trained.held, torch.distributed.HashStore(), 0, 1)
     assert (found.mode, found.reached) == ("snapshot", 1)
     assert "replayed from a graph" in found.why
 
@@ -92,10 +91,6 @@ def test_a_world_without_captured_steps_is_noted_again(trained):
     trained.eager(5)
     trained.held.retain_after_fault()
     assert trained.held.retained["job"].step == 5
-
-
-def weigh(name, tensor, shape, offsets):
-    return weighted_sum(name_seed(name), tensor, shape, offsets)
 
 
 @pytest.mark.parametrize(("kind", "graph"), GRAPH_CLASSES, ids=[kind for kind, _ in GRAPH_CLASSES])
