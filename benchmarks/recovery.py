@@ -132,17 +132,17 @@ def _once(kind: type[Disturbed], task: Task, scene: Scene, number: int, fault: s
 
 def rebuilt(lines: Sequence[Line], at: float, gone_at: float) -> Recovered:
     """Return the outcome for a job whose ranks all leave the world and form a new one."""
-    entered = {line["pid"]: line["at"] for line in lines if line["what"] == "entered" and line["at"] > at}
-    new = [line for line in lines if line["at"] >= entered.get(line["pid"], float("inf"))]
-    before = [line for line in lines if line["at"] < entered.get(line["pid"], float("inf"))]
-    fresh = [line for line in before if line["what"] == "imported" and line["pid"] in entered and line["at"] > at]
+    grouped = {line["pid"]: line["at"] for line in lines if line["what"] == "grouped" and line["at"] > at}
+    new = [line for line in lines if line["at"] >= grouped.get(line["pid"], float("inf"))]
+    before = [line for line in lines if line["at"] < grouped.get(line["pid"], float("inf"))]
+    fresh = [line for line in before if line["what"] == "imported" and line["pid"] in grouped and line["at"] > at]
     heard = [line["at"] for line in before if line["what"] == "heard" and line["at"] > at]
     assigned = [line["at"] for line in before if line["what"] == "assigned" and line["at"] > at]
     ready = {line["pid"]: line["at"] for line in before if line["what"] == "ready"}
     imports = ("imports", max((line["at"] for line in fresh), default=at))
     if assigned:  # surviving ranks abort on their own, then wait for new processes
         known = {line["pid"] for line in before if line["at"] <= at}
-        abort = max((ready[pid] for pid in entered if pid in known), default=at)
+        abort = max((ready[pid] for pid in grouped if pid in known), default=at)
         between = [("abort", abort), imports, ("rendezvous", max(assigned))]
     else:
         between = [("abort", gone_at), ("rendezvous", max(line["began"] for line in fresh)), imports]
@@ -191,7 +191,15 @@ def usual(lines: Sequence[Line]) -> float:
     return statistics.median(b - a for a, b in itertools.pairwise(done)) if len(done) > 1 else 0.0
 
 
-_STAGES = {"entered": "groups", "built": "model", "loaded": "hydrate", "fed": "loader", "stepped": "first step"}
+_STAGES = {
+    "grouped": "groups",
+    "entered": "survivors",
+    "built": "model",
+    "loaded": "hydrate",
+    "fed": "loader",
+    "stepped": "first step",
+}
+"""Name of the stage that ends with each line. In "survivors", ranks choose whether their own state is newer."""
 
 
 def _ends(new: Sequence[Line]) -> list[tuple[str, float]]:

@@ -48,6 +48,7 @@ def _train(task: Task, diary: Diary) -> None:
     def configured(*args: Any, **named: Any) -> None:
         configure(*args, **named)
         news["looked"] = 0
+        training.say("grouped")
         training.say("entered", groups=args[3])
 
     pg.configure = configured

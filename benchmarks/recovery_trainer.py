@@ -217,6 +217,13 @@ def elastic(task: Task, diary: Diary) -> None:
             return getattr(self._plane, name)
 
     plane: Any = Stamped()
+    initialize = dist.init_process_group
+
+    def initialized(*args: Any, **named: Any) -> None:
+        initialize(*args, **named)
+        diary.write("grouped")
+
+    dist.init_process_group = initialized
 
     @recoverable(plane=plane, policy=RecoveryPolicy(backend=task.backend))
     def train(world: World) -> None:
@@ -286,6 +293,7 @@ def _under_torchrun(task: Task, diary: Diary) -> Training:
     if task.device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
     dist.init_process_group(task.backend)
+    diary.write("grouped")
     size = dist.get_world_size()
     diary.write("entered", size=size, rank=dist.get_rank())
     training = Training(task, diary, dist.get_rank(), size)

@@ -29,7 +29,7 @@ def looked(pids, step, after, sums="abcd"):
 
 def again(pids, began, first):
     """All of them from the groups to the first step, a tenth of a second each; the last rank is the last."""
-    whats = ("entered", "built", "loaded", "fed", "stepped")
+    whats = ("grouped", "entered", "built", "loaded", "fed", "stepped")
     return [
         line(pid, what, began + number / 10 + rank / 100, rank=rank, step=first - (what == "loaded"))
         for number, what in enumerate(whats)
@@ -47,10 +47,10 @@ def test_stages_of_ranks_that_stay():
     assigned = [line(pid, "assigned", 0.35) for pid in NEW]
     found = rebuilt([*before, *left, *assigned, *again(NEW, 1.0, 7), *looked(NEW, 9, 3.0)], AT, 0.0)
     assert total(found) == {
-        "detect": 0.1, "abort": 0.2, "imports": 0.0, "rendezvous": 0.05, "groups": 0.68, "model": 0.1, "hydrate": 0.1,
-        "loader": 0.1, "first step": 0.1,
+        "detect": 0.1, "abort": 0.2, "imports": 0.0, "rendezvous": 0.05, "groups": 0.68, "survivors": 0.1, "model": 0.1,
+        "hydrate": 0.1, "loader": 0.1, "first step": 0.1,
     }  # fmt: skip
-    assert found.total_s == pytest.approx(1.43)
+    assert found.total_s == pytest.approx(1.53)
     assert (found.lost, found.step, found.sums, found.same) == (1, 9, ["a", "b", "c", "d"], True)
 
 
@@ -95,7 +95,11 @@ def test_survivors_continue_and_the_new_rank_is_healed():
     before = [line(pid, "imported", -9, began=AT - 12) for pid in OLD] + steps(OLD, 7, -0.5, together=4)
     rest = [line(1, "refused", 0.2, step=8), *steps(OLD[:3], 8, 1.5, together=3)]
     anew = [line(5, "imported", 4.0, began=AT + 0.5), line(5, "built", 4.1), line(5, "fed", 4.2)]
-    healing = [*(line(pid, "entered", 4.3) for pid in NEW), line(5, "loaded", 4.6), *steps(NEW, 9, 5.0, together=4)]
+    healing = [
+        *(line(pid, what, 4.3) for pid in NEW for what in ("grouped", "entered")),
+        line(5, "loaded", 4.6),
+        *steps(NEW, 9, 5.0, together=4),
+    ]
     found = healed([*before, *rest, *anew, *healing, *looked(NEW, 11, 6.0)], AT, AT)
     assert found.early_s == pytest.approx(1.5)
     assert found.total_s == pytest.approx(5.03)
