@@ -199,7 +199,7 @@ _STAGES = {
     "fed": "loader",
     "stepped": "first step",
 }
-"""Name of the stage that ends with each line. In "survivors", ranks choose whether their own state is newer."""
+"""Name of the stage that ends with each line."""
 
 
 def _ends(new: Sequence[Line]) -> list[tuple[str, float]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import logging
 import threading
 import time
@@ -66,12 +67,19 @@ class NodeStepReader(StoreListener):
         self._lock = threading.Lock()
         self._locators: dict[tuple[str, VersionId], StepLocator] = {}
         """Locators of the steps described last."""
+        self._is_prepared = False
+        """Whether the import of numpy has begun, which layouts need. A load would wait 0.1 s for it."""
 
     def on_shard_sealed(self, record: ShardRecord) -> None:
         """Drop the locators of older steps: the job has passed them, so no rank will load them."""
         with self._lock:
             for key in [key for key in self._locators if key[0] == record.key.job and key[1] < record.key.version_id]:
                 del self._locators[key]
+            starts, self._is_prepared = not self._is_prepared, True
+        if starts:
+            threading.Thread(
+                target=importlib.import_module, args=("numpy",), name="tieredckpt-imports", daemon=True
+            ).start()
 
     def describe(self, job: str, group: VersionId) -> StepDescription:
         return describe_step(self, job, group)

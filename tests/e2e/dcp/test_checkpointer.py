@@ -14,6 +14,7 @@ import torch.distributed.checkpoint as dcp
 
 from tests.support.agents import agent_pid, stop_agent
 from tests.support.bits import assert_same_bits, zeros_like_state
+from tests.support.local_nodes import wait_until
 from tests.support.models import build_model, full_state, get_state, set_state, train_steps
 from tests.support.scripts import run_script
 from tieredckpt import CheckpointDamagedError, Checkpointer, CheckpointNotFoundError, NullCheckpointer, TieredWriter
@@ -69,6 +70,14 @@ def test_restore_returns_minus_one_only_without_a_checkpoint(agent_dir):
         state = zeros_like_state(state_at(0))
         assert ckpt.restore(state) == 0
         assert_same_bits(state_at(0), state)
+
+
+def test_agent_imports_numpy_after_the_first_save(agent_dir):
+    """A load after a fault does not wait for imports of the agent."""
+    with Checkpointer(JOB) as ckpt:
+        ckpt.save(state_at(0), 0).wait()
+        maps = Path(f"/proc/{agent_pid(agent_dir)}/maps")
+        wait_until(lambda: "numpy" in maps.read_text(), "the agent has imported numpy")
 
 
 def test_loop_resumes_at_its_step(agent_dir):
