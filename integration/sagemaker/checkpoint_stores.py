@@ -10,7 +10,7 @@ import logging
 import os
 import tempfile
 import weakref
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -109,50 +109,61 @@ class StoredCheckpoint:
         self.close_blobs()
 
 
-def complete_checkpoints(
-    places: Sequence[CheckpointStore], step: int | None = None
-) -> Generator[StoredCheckpoint, None, None]:
-    """Yield the complete steps, newest first; of equal steps, in the order of ``places``.
+class CompleteCheckpoints(Iterator[StoredCheckpoint]):
+    """The complete steps, newest first; of equal steps, in the order of ``places``.
 
-    At the end raise the reason why no (further) one exists. A store that is unavailable may have a newer step; older
-    steps of the other stores are still yielded.
+    The end is the error why no (further) one exists. A store that is unavailable may have a newer step; older steps of
+    the other stores are still found.
     """
-    found: list[tuple[int, CheckpointStore]] = []
-    unknown: list[str] = []
-    for store in places:
-        try:
-            found += [(candidate, store) for candidate in store.steps() if step in (None, candidate)]
-        except TierUnavailableError as error:
-            log.warning("cannot list the steps in %s: %s", store.name, error)
-            unknown.append(f"{store.name}: {error}")
-        except CheckpointNotFoundError:
-            continue
-    found.sort(key=lambda candidate: -candidate[0])
-    skipped: list[str] = []
-    for number, store in found:
-        try:
-            contents = store.contents(number)
-            _check_complete(store, number, contents)
-        except (CheckpointDamagedError, CheckpointNotFoundError) as error:
-            skipped.append(f"step {number} in {store.name}: {error}")
-            continue
-        except TierUnavailableError as error:
-            unknown.append(f"step {number} in {store.name}: {error}")
-            continue
-        yield StoredCheckpoint(store, number, contents, tuple(skipped))
-    where = " and ".join(store.name for store in places)
-    if unknown:
-        raise TierUnavailableError(f"no (other) complete step was found, but some could not be read: {unknown}")
-    if skipped:
-        raise CheckpointDamagedError(f"{where}: no (other) complete step: {'; '.join(skipped[:5])}")
-    wanted = "" if step is None else f" {step}"
-    raise CheckpointNotFoundError(f"{where}: no (other) step{wanted} that AWS's library wrote")
+
+    def __init__(self, places: Sequence[CheckpointStore], step: int | None = None) -> None:
+        self._places, self._step = places, step
+        self._listed: list[tuple[int, CheckpointStore]] = []
+        self._unknown: list[str] = []
+        for store in places:
+            try:
+                self._listed += [(candidate, store) for candidate in store.steps() if step in (None, candidate)]
+            except TierUnavailableError as error:
+                log.warning("cannot list the steps in %s: %s", store.name, error)
+                self._unknown.append(f"{store.name}: {error}")
+            except CheckpointNotFoundError:
+                continue
+        self._listed.sort(key=lambda candidate: -candidate[0])
+        self._search = self._find()
+
+    @property
+    def steps(self) -> list[int]:
+        """All steps with any data, newest first, complete or not."""
+        return list(dict.fromkeys(step for step, _ in self._listed))
+
+    def __next__(self) -> StoredCheckpoint:
+        return next(self._search)
+
+    def _find(self) -> Iterator[StoredCheckpoint]:
+        unknown, skipped = self._unknown, list[str]()
+        for number, store in self._listed:
+            try:
+                contents = store.contents(number)
+                _check_complete(store, number, contents)
+            except (CheckpointDamagedError, CheckpointNotFoundError) as error:
+                skipped.append(f"step {number} in {store.name}: {error}")
+                continue
+            except TierUnavailableError as error:
+                unknown.append(f"step {number} in {store.name}: {error}")
+                continue
+            yield StoredCheckpoint(store, number, contents, tuple(skipped))
+        where = " and ".join(store.name for store in self._places)
+        if unknown:
+            raise TierUnavailableError(f"no (other) complete step was found, but some could not be read: {unknown}")
+        if skipped:
+            raise CheckpointDamagedError(f"{where}: no (other) complete step: {'; '.join(skipped[:5])}")
+        wanted = "" if self._step is None else f" {self._step}"
+        raise CheckpointNotFoundError(f"{where}: no (other) step{wanted} that AWS's library wrote")
 
 
 def newest_checkpoint(places: Sequence[CheckpointStore], step: int | None = None) -> StoredCheckpoint:
     """Return the newest complete step, or the requested one."""
-    with contextlib.closing(complete_checkpoints(places, step)) as found:
-        chosen = next(found)
+    chosen = next(CompleteCheckpoints(places, step))
     for reason in chosen.skipped:
         log.warning("passed over: %s", reason)
     return chosen

@@ -11,7 +11,6 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future as Pending
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from threading import Lock
 from typing import Any, Literal
 
@@ -31,7 +30,9 @@ from typing_extensions import Buffer
 
 from elastic.reshard.offline import CheckpointTensor
 from integration.sagemaker.aws_format import BlobRange, CheckpointContents, TensorChunk, read_archived_tensor
-from integration.sagemaker.checkpoint_stores import CheckpointStore, StoredCheckpoint, complete_checkpoints
+from integration.sagemaker.checkpoint_stores import CheckpointStore, CompleteCheckpoints, StoredCheckpoint
+from peerstore.shard_records import VersionId
+from tieredckpt.dcp.load_vote import LoadDecision, LoadVote, elect
 from tieredckpt.dcp.rank_group import PlanMessage, clear_plan_messages, received_plan_messages
 from tieredckpt.errors import (
     CheckpointDamagedError,
@@ -53,24 +54,11 @@ _READ_AHEAD = 16
 """Items read ahead, in memory in addition to their targets."""
 
 
-@dataclass(frozen=True)
-class _Vote:
-    """The newest step that this rank can load, and why it cannot load newer ones."""
-
-    step: int
-    refused: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class _Decision:
-    step: int
-
-
 class SageMakerFormatReader(StorageReader):
     """Reader for ``dcp.load`` at any world size: the newest complete step, or the given one, in any store.
 
-    Every rank verifies the bytes it needs and votes for a step. All ranks load the oldest of these steps. Reads use
-    global coordinates, so the loaded step may be sharded differently from the planned one.
+    Every rank verifies the bytes it needs of the newest step, and votes for it and older ones. All ranks load the
+    newest step that all voted for. Reads use global coordinates, so it may be sharded differently from the planned one.
     """
 
     def __init__(
@@ -88,9 +76,9 @@ class SageMakerFormatReader(StorageReader):
         self._cast = on_dtype_mismatch == "cast"
         self._planned: list[StoredCheckpoint] = []
         """Candidates examined so far. The plan uses the last one."""
-        self._rest = complete_checkpoints(places, step)
-        self._voted: _Vote | None = None
-        self._decided: _Decision | None = None
+        self._rest = CompleteCheckpoints(places, step)
+        self._voted = LoadVote(())
+        self._decided: LoadDecision | None = None
         """Decision of this rank as the coordinator, for loads without communication between ranks."""
         self.error: TieredCheckpointError | None = None
         """Error of the last load on this rank."""
@@ -111,7 +99,7 @@ class SageMakerFormatReader(StorageReader):
     def choose_step(self) -> int:
         """Return the newest complete step; raise the error of a load if none exists."""
         self._close_blobs()
-        self._rest = complete_checkpoints(self._places, self._step)
+        self._rest = CompleteCheckpoints(self._places, self._step)
         self._planned = [next(self._rest)]
         for reason in self._planned[0].skipped:
             log.warning("passed over: %s", reason)
@@ -149,22 +137,22 @@ class SageMakerFormatReader(StorageReader):
         return dataclasses.replace(plan, storage_data=PlanMessage(self._voted, stays=True))
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        votes: list[_Vote | None] = [*received_plan_messages(_Vote)] or [self._voted]
+        votes = received_plan_messages(LoadVote) or [self._voted]
         clear_plan_messages()
-        steps = [vote.step for vote in votes if vote is not None]
-        if len(steps) != len(plans):
-            raise CheckpointNotFoundError(f"{len(plans) - len(steps)} of {len(plans)} ranks voted for no step")
-        self._decided = _Decision(min(steps))
+        where = " and ".join(store.name for store in self._places)
+        if len(votes) != len(plans):
+            raise UsageError(f"{where}: {len(votes)} of {len(plans)} ranks voted on the step")
+        self._decided = LoadDecision(elect(votes, where), len(plans))
         return [dataclasses.replace(plan, storage_data=PlanMessage(self._decided)) for plan in plans]
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        decision = next(iter(received_plan_messages(_Decision)), self._decided)
+        decision = next(iter(received_plan_messages(LoadDecision)), self._decided)
         clear_plan_messages()
         if decision is None:
             raise UsageError(
                 "nothing arrived from the coordinator of this load: DCP has to plan and read in one thread"
             )
-        step = decision.step
+        step = decision.version_id.version
         try:
             checkpoint = self._candidate(step)
             for item, found in self._load_items(checkpoint, plan.items):
@@ -179,7 +167,8 @@ class SageMakerFormatReader(StorageReader):
         future.set_result(None)
         return future
 
-    def _vote(self, plan: LoadPlan) -> _Vote:
+    def _vote(self, plan: LoadPlan) -> LoadVote:
+        """Return the vote for a step that was read completely, and for older ones, which were not read."""
         refused: list[str] = []
         while True:
             checkpoint = self._planned[-1]
@@ -198,7 +187,8 @@ class SageMakerFormatReader(StorageReader):
                 raise CheckpointDamagedError("; ".join(refused)) from error
             except CheckpointDamagedError as error:
                 raise CheckpointDamagedError("; ".join([*refused, str(error)])) from error
-        return _Vote(checkpoint.step, tuple(refused))
+        steps = (step for step in self._rest.steps if step <= checkpoint.step)
+        return LoadVote(tuple(VersionId(0, step, 0, "") for step in steps), tuple(refused))
 
     def _candidate(self, step: int) -> StoredCheckpoint:
         """Return the candidate of that step: an examined one, or an older one that another rank requires."""

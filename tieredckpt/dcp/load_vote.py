@@ -16,7 +16,6 @@ from tieredckpt.errors import (
     TieredCheckpointError,
     TierUnavailableError,
 )
-from tieredckpt.location import Location
 from tieredckpt.rank_error import RankError
 from tieredckpt.resolve_step import elect_step
 
@@ -42,15 +41,13 @@ class LoadDecision:
     """Number of ranks that load it together."""
 
 
-def elect(votes: Sequence[LoadVote], location: Location) -> VersionId:
-    """Return the newest step that every rank can load."""
+def elect(votes: Sequence[LoadVote], where: object) -> VersionId:
+    """Return the newest step that every rank can load; errors name ``where``."""
     reluctant = {group for vote in votes for group in vote.avoided}
     chosen = elect_step([vote.versions for vote in votes], reluctant=reluctant)
     if chosen is None:
         reasons = sorted({reason for vote in votes for reason in vote.refused})
-        raise CheckpointDamagedError(
-            f"{location}: no step can be loaded by all ranks: {'; '.join(reasons) or 'no votes'}"
-        )
+        raise CheckpointDamagedError(f"{where}: no step can be loaded by all ranks: {'; '.join(reasons) or 'no votes'}")
     return chosen
 
 

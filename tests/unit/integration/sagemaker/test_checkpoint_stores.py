@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from integration.sagemaker.checkpoint_stores import complete_checkpoints, newest_checkpoint
+from integration.sagemaker.checkpoint_stores import CompleteCheckpoints, newest_checkpoint
 from tests.support.aws_checkpoints import FakeCheckpointStore, encode_checkpoint
 from tieredckpt.errors import CheckpointDamagedError, CheckpointNotFoundError, TierUnavailableError
 
@@ -64,7 +64,7 @@ def test_newest_complete_step_is_chosen(steps, rank):
         if how is not None:
             spoil(place, step, how, rank)
     whole = sorted((step for step, how in steps.items() if how is None), reverse=True)
-    rest = complete_checkpoints([place])
+    rest = CompleteCheckpoints([place])
     assert [next(rest).step for _ in whole] == whole
     with pytest.raises((CheckpointNotFoundError, CheckpointDamagedError)) as ended:
         next(rest)
