@@ -156,7 +156,7 @@ class JobReconciler:
             for pod in pods
             if pod_address(pod) and not has_ended(pod)
         }
-        now_s = max(self._clock(), state.phase_since_s)
+        now_s = max(self._clock(), state.current.since_s)
         replies = self._agents.poll_all(addresses)
         answers = {name: reply.status for name, reply in replies.items()}
         queued = self._queueing.queued_job(job, spec, pods, now_s)

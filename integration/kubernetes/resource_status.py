@@ -47,7 +47,7 @@ def build_job_status(
 ) -> dict[str, Any]:
     """Return the whole status for ``state``, with ``more`` conditions, for a merge patch."""
     status = resource_status(spec, state, seen)
-    stored = JobCondition(STATE_CONDITION, False, "Stored", msgspec.json.encode(state).decode(), state.phase_since_s)
+    stored = JobCondition(STATE_CONDITION, False, "Stored", msgspec.json.encode(state).decode(), state.current.since_s)
     scaling = status.get("elasticScalingStatus", {})
     targets = {**scaling.get("targetReplicas", {}), TOTAL_REPLICAS: len(state.members)}
     return {

@@ -240,5 +240,5 @@ class FakeHyperPodCluster:
 
     def is_running(self, size: int) -> bool:
         """Return whether a world of ``size`` runs with ordered ranks and one version."""
-        ranks = [one.rank for one in self.members if one.state is RUNNING and one.version == self.state.version]
+        ranks = [one.rank for one in self.members if one.state is RUNNING and one.version == self.state.world.version]
         return self.state.phase.value == "Running" and ranks == list(range(size)) == list(range(len(self.members)))

@@ -31,10 +31,13 @@ from integration.hyperpod.operator.decision import (
     UpdateAgent,
 )
 from integration.hyperpod.operator.job_state import (
+    AssignedWorld,
     JobCondition,
     JobFault,
     JobPhase,
     JobState,
+    RunningPhase,
+    StoppingPhase,
     TransitionCause,
     resource_status,
 )
@@ -50,6 +53,7 @@ from integration.hyperpod.operator.state_machine import decide_job
 __all__ = [
     "AgentState",
     "AgentStatus",
+    "AssignedWorld",
     "DesiredPods",
     "JobCondition",
     "JobFault",
@@ -66,11 +70,13 @@ __all__ = [
     "ReplacePod",
     "ReplicaGroup",
     "RestartMode",
+    "RunningPhase",
     "ShutdownAgent",
     "StartAgent",
     "StartRequest",
     "StopAgent",
     "StopRequest",
+    "StoppingPhase",
     "TransitionCause",
     "UpdateAgent",
     "decide_job",

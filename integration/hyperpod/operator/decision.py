@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from integration.hyperpod.job_resource import JobSpec
-from integration.hyperpod.operator.job_state import JobCondition, JobPhase, JobState
+from integration.hyperpod.operator.job_state import JobCondition, JobState
 from integration.hyperpod.operator.observed_pods import AgentState, CheckpointProgress, ObservedJob, ObservedPod
 
 
@@ -123,8 +123,10 @@ class DecisionBuilder:
     def update_state(self, **fields: Any) -> None:
         self.state = msgspec.structs.replace(self.state, **fields)
 
-    def enter_phase(self, phase: JobPhase, **fields: Any) -> None:
-        self.update_state(phase=phase, phase_since_s=self.now_s, **fields)
+    def update_world(self, **fields: Any) -> None:
+        """Change the world of the current phase, which has one."""
+        world = msgspec.structs.replace(self.state.world, **fields)
+        self.update_state(current=msgspec.structs.replace(self.state.current, world=world))
 
     def add_actions(self, *actions: OperatorAction) -> None:
         self.actions += actions
@@ -166,11 +168,11 @@ class DecisionBuilder:
         """Return whether the agent runs a world with another version."""
         status = pod.agent_status
         running = status is not None and status.state in {AgentState.RUNNING, AgentState.COMPLETED}
-        return running and status is not None and status.version not in {None, self.state.version}
+        return running and status is not None and status.version not in {None, self.state.world.version}
 
     @property
     def in_phase_s(self) -> float:
-        return self.now_s - self.state.phase_since_s
+        return self.now_s - self.state.current.since_s
 
 
 def agent_state_of(pod: ObservedPod) -> AgentState | None:

@@ -13,7 +13,17 @@ from elastic.world.peer_loss import blames_another_rank
 from elastic.world.scaling_policy import ScalingPolicy
 from integration.hyperpod.job_resource import RestartMode
 from integration.hyperpod.operator.decision import DecisionBuilder, agent_state_of
-from integration.hyperpod.operator.job_state import JobFault, JobPhase, JobState, NodeFaultRecord, TransitionCause
+from integration.hyperpod.operator.job_state import (
+    FormingPhase,
+    JobFault,
+    JobPhase,
+    JobState,
+    NodeFaultRecord,
+    RankedPhase,
+    RunningPhase,
+    StoppingPhase,
+    TransitionCause,
+)
 from integration.hyperpod.operator.observed_pods import AgentState, CheckpointProgress, ObservedPod
 
 _STALE_S = 5.0
@@ -31,7 +41,6 @@ _UNKNOWN_MESSAGE = "An unknown fault occurred"
 
 It reports ``WorkerReportedFault`` for a worker that gave no reason.
 """
-_RANKED_PHASES = {JobPhase.RANKS_ASSIGNED, JobPhase.STARTING, JobPhase.RUNNING}
 
 
 def record_observations(builder: DecisionBuilder) -> None:
@@ -108,27 +117,23 @@ def _may_be_explained(builder: DecisionBuilder, found: list[_Finding]) -> bool:
 
     A stopped agent no longer reports why it failed, so the other agents continue to run meanwhile.
     """
-    state = builder.state
+    phase = builder.state.current
     mute = {pod.name for pod in builder.member_pods} - {finding.pod for finding in found}
-    if found[0].order[0] < _FROM_OTHER_RANK or not mute or state.phase is not JobPhase.RUNNING:
+    if found[0].order[0] < _FROM_OTHER_RANK or not mute or not isinstance(phase, RunningPhase):
         return False
-    since = builder.now_s if state.unexplained_since_s is None else state.unexplained_since_s
-    builder.update_state(unexplained_since_s=since)
+    since = builder.now_s if phase.unexplained_since_s is None else phase.unexplained_since_s
+    builder.update_state(current=msgspec.structs.replace(phase, unexplained_since_s=since))
     builder.waits = builder.now_s - since < _REASON_S
     return builder.waits
 
 
 def explain(builder: DecisionBuilder) -> JobFault | None:
     """Return the current fault with a better reason that an agent reported while stopping, or None."""
-    current = builder.state.fault
-    if (
-        current is None
-        or builder.state.phase is not JobPhase.STOPPING
-        or builder.state.cause is not TransitionCause.FAULT
-    ):
+    current, phase = builder.state.fault, builder.state.current
+    if current is None or not isinstance(phase, StoppingPhase) or phase.cause is not TransitionCause.FAULT:
         return None
     found = []
-    for rank, name in enumerate(builder.state.members):
+    for rank, name in enumerate(phase.world.members):
         pod = builder.pods.get(name)
         problem = None if pod is None else _node_fault(builder, pod)
         if pod is not None and problem is not None:
@@ -149,14 +154,14 @@ def explain(builder: DecisionBuilder) -> JobFault | None:
 
 
 def _faults(builder: DecisionBuilder) -> Iterable[_Finding]:
-    state = builder.state
-    if state.phase is JobPhase.FORMING:
+    phase = builder.state.current
+    if isinstance(phase, FormingPhase):
         for pod in builder.active_pods:
             if agent_state_of(pod) is AgentState.FAULTED:
                 yield _reported_fault(pod, -1)
-    if state.phase not in _RANKED_PHASES:
+    if not isinstance(phase, RankedPhase):
         return
-    for rank, name in enumerate(state.members):
+    for rank, name in enumerate(phase.world.members):
         if name not in builder.pods:
             yield _Finding((_FROM_MACHINE, 0.0, rank), name, "", rank, "PodLost", f"pod {name} is gone")
             continue

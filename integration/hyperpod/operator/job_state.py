@@ -11,7 +11,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Mapping
 from datetime import datetime, timezone
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 
@@ -86,15 +86,107 @@ class ScalingState(
     """Consecutive changes of size that a fault interrupted before the job ran again."""
 
 
-class JobState(
-    msgspec.Struct,
-    frozen=True,
-    kw_only=True,
-):
-    phase: JobPhase = JobPhase.FORMING
+class AssignedWorld(msgspec.Struct, frozen=True, kw_only=True):
+    """Ranks of one world."""
+
+    version: str = ""
+    """Its ``ipVersion``."""
+    members: tuple[str, ...] = ()
+    """Names of the pods, by rank."""
+    spares: tuple[str, ...] = ()
+    """Waiting pods, with the ranks after the last member."""
+    master_addr: str = ""
+    master_port: str = ""
+
+
+class _Phase(msgspec.Struct, frozen=True, kw_only=True):
+    """Data of a job in one phase, replaced when the job enters the next one."""
+
+    kind: ClassVar[JobPhase]
+
+    since_s: float = 0.0
+    """Time at which the phase began."""
+
+
+class FormingPhase(_Phase, frozen=True, kw_only=True, tag="Forming"):
+    kind = JobPhase.FORMING
+
     cause: TransitionCause = TransitionCause.BEGIN
-    phase_since_s: float = 0.0
-    """Time at which this phase began."""
+    target: int = 0
+    """Number of members to wait for until ``deadline_s``. After that, fewer suffice."""
+    deadline_s: float | None = None
+
+
+class RanksAssignedPhase(_Phase, frozen=True, kw_only=True, tag="Arranged"):
+    kind = JobPhase.RANKS_ASSIGNED
+
+    world: AssignedWorld
+    forming: FormingPhase
+    """Phase to go back to if a member does not become ready."""
+
+    @property
+    def cause(self) -> TransitionCause:
+        return self.forming.cause
+
+
+class StartingPhase(_Phase, frozen=True, kw_only=True, tag="Starting"):
+    kind = JobPhase.STARTING
+
+    world: AssignedWorld
+    cause: TransitionCause
+
+
+class RunningPhase(_Phase, frozen=True, kw_only=True, tag="Running"):
+    kind = JobPhase.RUNNING
+
+    world: AssignedWorld
+    grow_since_s: float | None = None
+    """Time since which a larger world has been possible; None if it is not."""
+    unexplained_since_s: float | None = None
+    """Time since which faulted agents report only another rank's failure, or no reason."""
+
+
+class StoppingPhase(_Phase, frozen=True, kw_only=True, tag="Stopping"):
+    kind = JobPhase.STOPPING
+
+    world: AssignedWorld
+    cause: TransitionCause
+    mode: RestartMode
+    target: int = 0
+    """Number of members that the next world waits for."""
+    graceful: bool = False
+    escalated: tuple[str, ...] = ()
+    """Pods that did not stop in time and received a more severe stop request."""
+
+
+class SuspendedPhase(_Phase, frozen=True, kw_only=True, tag="Suspended"):
+    kind = JobPhase.SUSPENDED
+
+
+class SucceededPhase(_Phase, frozen=True, kw_only=True, tag="Succeeded"):
+    kind = JobPhase.SUCCEEDED
+
+    world: AssignedWorld
+
+
+class FailedPhase(_Phase, frozen=True, kw_only=True, tag="Failed"):
+    kind = JobPhase.FAILED
+
+    world: AssignedWorld
+    graceful: bool = False
+    """Whether its agents were stopping gracefully, so that they need more time to exit."""
+
+
+RankedPhase = RanksAssignedPhase | StartingPhase | RunningPhase
+"""The phases in which pods have ranks and must not fail."""
+CurrentPhase = RankedPhase | FormingPhase | StoppingPhase | SuspendedPhase | SucceededPhase | FailedPhase
+_NO_WORLD = AssignedWorld()
+
+
+class JobState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Phase of a job, and data that all phases share."""
+
+    current: CurrentPhase = FormingPhase()
     created_s: float | None = None
     admitted_s: float | None = None
     """Time since which the job has been admitted without interruption; None while it waits in a queue."""
@@ -107,30 +199,10 @@ class JobState(
 
     Agents receive ``epoch - 1`` as their fault count, which is unique for each world.
     """
-    version: str = ""
-    """The ``ipVersion`` of this world."""
-    members: tuple[str, ...] = ()
-    """Names of the pods, by rank."""
-    spares: tuple[str, ...] = ()
-    """Waiting pods, with the ranks after the last member."""
     previous_members: tuple[str, ...] = ()
     """Members of the last world, by rank. Ranks change only if necessary."""
-    master_addr: str = ""
-    master_port: str = ""
-
-    target: int = 0
-    """Number of members to wait for until ``deadline_s``. After that, fewer suffice."""
-    deadline_s: float | None = None
-    grow_since_s: float | None = None
-    """Time since which a larger world has been possible; None if it is not."""
     no_scale_up_until_s: float = 0.0
     scaling: ScalingState = ScalingState()
-
-    restart_mode: RestartMode = RestartMode.PROCESS
-    """Mode of the current stop."""
-    graceful: bool = False
-    stop_escalated: tuple[str, ...] = ()
-    """Pods that did not stop in time and received a more severe stop request."""
     fault: JobFault | None = None
     last_fault: JobFault | None = None
 
@@ -142,8 +214,6 @@ class JobState(
     period_full_restarts: int = 0
     node_faults: tuple[NodeFaultRecord, ...] = ()
 
-    unexplained_since_s: float | None = None
-    """Time since which faulted agents report only another rank's failure, or no reason."""
     silent_since_s: Mapping[str, float] = {}
     """Time of the first unanswered poll, by the name of the pod."""
     stale_since_s: Mapping[str, float] = {}
@@ -152,6 +222,23 @@ class JobState(
     """Pods to be removed. They no longer count."""
     progress: Mapping[str, CheckpointProgress] = {}
     conditions: tuple[JobCondition, ...] = ()
+
+    @property
+    def phase(self) -> JobPhase:
+        return self.current.kind
+
+    @property
+    def world(self) -> AssignedWorld:
+        """The world of this phase; one without members while none is assigned."""
+        return _NO_WORLD if isinstance(self.current, FormingPhase | SuspendedPhase) else self.current.world
+
+    @property
+    def members(self) -> tuple[str, ...]:
+        return self.world.members
+
+    @property
+    def spares(self) -> tuple[str, ...]:
+        return self.world.spares
 
 
 def resource_status(spec: JobSpec, state: JobState, seen: ObservedJob) -> dict[str, Any]:
@@ -177,8 +264,8 @@ def resource_status(spec: JobSpec, state: JobState, seen: ObservedJob) -> dict[s
             }
             for condition in state.conditions
         ],
-        "masterAddr": state.master_addr or None,
-        "masterPort": state.master_port or None,
+        "masterAddr": state.world.master_addr or None,
+        "masterPort": state.world.master_port or None,
         "restartCount": state.restarts,
         "restartStatus": restart_status,
         "latestFaultyPodInstanceList": _fault_status(state.fault or state.last_fault),

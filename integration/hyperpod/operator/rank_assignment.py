@@ -15,7 +15,7 @@ from integration.hyperpod.operator.decision import (
     UpdateAgent,
     agent_state_of,
 )
-from integration.hyperpod.operator.job_state import JobPhase
+from integration.hyperpod.operator.job_state import AssignedWorld, FormingPhase, JobPhase
 from integration.hyperpod.operator.observed_pods import AgentState, ObservedPod
 
 
@@ -47,20 +47,20 @@ def _is_waiting(pod: ObservedPod) -> bool:
     return in_process and agent_state_of(pod) is AgentState.INIT
 
 
-def startable_size(builder: DecisionBuilder, candidates: int) -> int:
-    """Return the size of a world to start now with ``there`` candidates; 0 to wait."""
-    state, policy, allowed = builder.state, builder.spec.policy, max_allowed_size(builder)
-    target = policy.largest_size_within(min(state.target or policy.initial_nodes, allowed))
+def startable_size(builder: DecisionBuilder, phase: FormingPhase, candidates: int) -> int:
+    """Return the size of a world to start now with this number of candidates; 0 to wait."""
+    policy, allowed = builder.spec.policy, max_allowed_size(builder)
+    target = policy.largest_size_within(min(phase.target or policy.initial_nodes, allowed))
     if not target:
         return 0
     if candidates >= target:
         larger = (
             0
-            if builder.now_s < state.no_scale_up_until_s
+            if builder.now_s < builder.state.no_scale_up_until_s
             else policy.largest_size_within(min(allowed, candidates - builder.spec.spares))
         )
         return max(target, larger)
-    if state.deadline_s is not None and builder.now_s >= state.deadline_s:
+    if phase.deadline_s is not None and builder.now_s >= phase.deadline_s:
         return policy.largest_size_within(min(candidates, allowed))
     return 0
 
@@ -138,13 +138,15 @@ def epoch_of_version(version: str | None) -> int:
     return int(number) if number.isdecimal() else 0
 
 
-def assign_ranks(builder: DecisionBuilder, chosen: Sequence[ObservedPod], waiting: Sequence[ObservedPod]) -> None:
-    """Form a new world of ``chosen``. The first of the ``waiting`` pods become its spares."""
+def assign_ranks(
+    builder: DecisionBuilder, chosen: Sequence[ObservedPod], waiting: Sequence[ObservedPod]
+) -> AssignedWorld:
+    """Return a new world of ``chosen``, and count it. The first of the ``waiting`` pods become its spares."""
     members = keep_ranks([pod.name for pod in chosen], builder.state.previous_members)
     epoch = builder.state.epoch + 1
     port = builder.spec.master_port + epoch % builder.spec.master_ports
-    builder.update_state(
-        epoch=epoch,
+    builder.update_state(epoch=epoch)
+    return AssignedWorld(
         version=world_version(epoch, builder.now_s),
         members=members,
         spares=tuple(pod.name for pod in waiting[: builder.spec.spares]),
@@ -162,20 +164,20 @@ def update_action(builder: DecisionBuilder, pod: ObservedPod) -> UpdateAgent:
 
 
 def _start_request(builder: DecisionBuilder, pod: ObservedPod) -> StartRequest:
-    state = builder.state
-    ranked = (*state.members, *state.spares)
-    ips = [(rank, builder.pods.get(name)) for rank, name in enumerate(state.members)]
+    world = builder.state.world
+    ranked = (*world.members, *world.spares)
+    ips = [(rank, builder.pods.get(name)) for rank, name in enumerate(world.members)]
     return StartRequest(
         rank=ranked.index(pod.name),
-        nnodes=len(state.members),
-        fault_count=state.epoch - 1,
-        master_addr=state.master_addr,
-        master_port=state.master_port,
-        version=state.version,
+        nnodes=len(world.members),
+        fault_count=builder.state.epoch - 1,
+        master_addr=world.master_addr,
+        master_port=world.master_port,
+        version=world.version,
         rank_ips=tuple({"rank": rank, "ip": pod_of_rank.ip} for rank, pod_of_rank in ips if pod_of_rank is not None),
         worker_data=_worker_data(builder),
-        spare=pod.name in state.spares,
-        progress=dict(state.progress),
+        spare=pod.name in world.spares,
+        progress=dict(builder.state.progress),
         log_rules=builder.spec.log_rules or None,
     )
 

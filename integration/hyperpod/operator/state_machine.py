@@ -1,9 +1,9 @@
-"""``decide_job``: the operator's state machine, one handler per phase. Pure."""
+"""``decide_job``, the operator's state machine: one handler per phase returns the next phase. Pure."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable
 
 import msgspec
 
@@ -20,7 +20,23 @@ from integration.hyperpod.operator.decision import (
     StopRequest,
     agent_state_of,
 )
-from integration.hyperpod.operator.job_state import JobFault, JobPhase, JobState, TransitionCause
+from integration.hyperpod.operator.job_state import (
+    AssignedWorld,
+    CurrentPhase,
+    FailedPhase,
+    FormingPhase,
+    JobFault,
+    JobPhase,
+    JobState,
+    RankedPhase,
+    RanksAssignedPhase,
+    RunningPhase,
+    StartingPhase,
+    StoppingPhase,
+    SucceededPhase,
+    SuspendedPhase,
+    TransitionCause,
+)
 from integration.hyperpod.operator.observed_pods import AgentState, ObservedJob, ObservedPod
 
 _IDLE_STATES = {AgentState.INIT, AgentState.READY}
@@ -29,14 +45,16 @@ _SPARE_UPDATE_TIMEOUT_S = 10.0
 """Seconds a spare may take to apply ``/update``. After that, ``/start`` carries the same data."""
 
 
-def accept_job(builder: DecisionBuilder) -> None:
+def accept_job(builder: DecisionBuilder) -> FormingPhase:
     """Accept a new job and wait for its first world."""
     builder.update_state(created_s=builder.now_s)
     builder.set_condition("Created", True, "JobCreated", f"job {builder.spec.name} was accepted")
-    await_world_members(builder, TransitionCause.BEGIN)
+    return await_world_members(builder, TransitionCause.BEGIN)
 
 
-def await_world_members(builder: DecisionBuilder, cause: TransitionCause, *, patience_s: float | None = None) -> None:
+def await_world_members(
+    builder: DecisionBuilder, cause: TransitionCause, *, target: int = 0, patience_s: float | None = None
+) -> FormingPhase:
     """Wait for members of the next world.
 
     A job that is not elastic waits for all of them, without a deadline.
@@ -44,49 +62,49 @@ def await_world_members(builder: DecisionBuilder, cause: TransitionCause, *, pat
     if patience_s is None:
         patience_s = builder.spec.policy.scaling_timeout_s
     deadline_s = builder.now_s + patience_s if builder.spec.elastic else None
-    builder.enter_phase(JobPhase.FORMING, cause=cause, members=(), spares=(), deadline_s=deadline_s)
+    return FormingPhase(since_s=builder.now_s, cause=cause, target=target, deadline_s=deadline_s)
 
 
-def handle_forming(builder: DecisionBuilder) -> None:
+def handle_forming(builder: DecisionBuilder, phase: FormingPhase) -> CurrentPhase:
     if builder.spec.suspend:
-        builder.enter_phase(JobPhase.SUSPENDED)
-        return
-    if builder.state.epoch == 0 and _adopt_running_world(builder):
-        return
+        return SuspendedPhase(since_s=builder.now_s)
+    if builder.state.epoch == 0 and (adopted := _adopt_running_world(builder)) is not None:
+        return adopted
     candidates = rank_assignment.rank_candidates(builder)
-    size = rank_assignment.startable_size(builder, len(candidates))
+    size = rank_assignment.startable_size(builder, phase, len(candidates))
     if size:
         builder.set_condition("PodsRunning", True, "AgentsAnswer", f"{len(candidates)} agents wait, {size} get a rank")
-        rank_assignment.assign_ranks(builder, candidates[:size], candidates[size:])
-        builder.enter_phase(JobPhase.RANKS_ASSIGNED)
-        return
+        world = rank_assignment.assign_ranks(builder, candidates[:size], candidates[size:])
+        return RanksAssignedPhase(since_s=builder.now_s, world=world, forming=phase)
     body = StopRequest(restart_mode=RestartMode.PROCESS.value)
     builder.add_actions(
         *(StopAgent(pod.name, body) for pod in builder.active_pods if agent_state_of(pod) in _RUNNING_STATES)
     )
+    return phase
 
 
-def handle_ranks_assigned(builder: DecisionBuilder) -> None:
+def handle_ranks_assigned(builder: DecisionBuilder, phase: RanksAssignedPhase) -> CurrentPhase:
     """Send ``/update`` to agents without a rank and spares that become members; then start all."""
     spares = [pod for pod in builder.member_pods if _is_still_spare(builder, pod)]
     waiting = [pod for pod in builder.member_pods if _wants_rank(builder, pod, {AgentState.INIT})]
     builder.add_actions(*(rank_assignment.update_action(builder, pod) for pod in (*waiting, *spares)))
     states = [agent_state_of(pod) for pod in builder.member_pods]
     if all(state is AgentState.READY for state in states) and not spares:
-        builder.enter_phase(JobPhase.STARTING)
-    elif any(state not in {*_IDLE_STATES, None} for state in states):
-        builder.enter_phase(JobPhase.FORMING, previous_members=builder.state.members, members=(), spares=())
-    elif builder.in_phase_s >= builder.spec.policy.restart_timeout_s and builder.observed.can_replace:
+        return StartingPhase(since_s=builder.now_s, world=phase.world, cause=phase.cause)
+    if any(state not in {*_IDLE_STATES, None} for state in states):
+        return _form_again(builder, phase)
+    if builder.in_phase_s >= builder.spec.policy.restart_timeout_s and builder.observed.can_replace:
         late = tuple(pod.name for pod in builder.member_pods if agent_state_of(pod) is not AgentState.READY)
         builder.add_event("StartTimeout", f"not ready in time, replaced: {', '.join(late)}", warning=True)
-        previous = builder.state.members
-        builder.enter_phase(
-            JobPhase.FORMING,
-            previous_members=previous,
-            members=(),
-            spares=(),
-            replaced_pods=(*builder.state.replaced_pods, *late),
-        )
+        builder.update_state(replaced_pods=(*builder.state.replaced_pods, *late))
+        return _form_again(builder, phase)
+    return phase
+
+
+def _form_again(builder: DecisionBuilder, phase: RanksAssignedPhase) -> FormingPhase:
+    """Return the phase in which these ranks were assigned. Its deadline still applies."""
+    builder.update_state(previous_members=phase.world.members)
+    return msgspec.structs.replace(phase.forming, since_s=builder.now_s)
 
 
 def update_spares(builder: DecisionBuilder) -> None:
@@ -99,7 +117,7 @@ def update_spares(builder: DecisionBuilder) -> None:
     ]
     assigned = {*builder.state.members, *existing}
     late = [pod.name for pod in rank_assignment.rank_candidates(builder) if pod.name not in assigned]
-    builder.update_state(spares=(*existing, *late[: max(0, builder.spec.spares - len(existing))]))
+    builder.update_world(spares=(*existing, *late[: max(0, builder.spec.spares - len(existing))]))
     spares = (builder.pods[name] for name in builder.state.spares if name in builder.pods)
     builder.add_actions(
         *(rank_assignment.update_action(builder, pod) for pod in spares if _wants_rank(builder, pod, _IDLE_STATES))
@@ -108,7 +126,11 @@ def update_spares(builder: DecisionBuilder) -> None:
 
 def _wants_rank(builder: DecisionBuilder, pod: ObservedPod, states: set[AgentState]) -> bool:
     status = pod.agent_status
-    if status is None or status.restart_mode is not RestartMode.IN_PROCESS or status.version == builder.state.version:
+    if (
+        status is None
+        or status.restart_mode is not RestartMode.IN_PROCESS
+        or status.version == builder.state.world.version
+    ):
         return False
     return status.state in states
 
@@ -119,8 +141,8 @@ def _is_still_spare(builder: DecisionBuilder, pod: ObservedPod) -> bool:
     return spare and builder.in_phase_s < _SPARE_UPDATE_TIMEOUT_S and _wants_rank(builder, pod, {AgentState.READY})
 
 
-def _adopt_running_world(builder: DecisionBuilder) -> bool:
-    """Adopt a running world if its operator left no state. Return whether it did."""
+def _adopt_running_world(builder: DecisionBuilder) -> RunningPhase | None:
+    """Return the phase of a running world whose operator left no state, or None without one."""
     ranked = {}
     for pod in builder.active_pods:
         status = pod.agent_status
@@ -131,34 +153,27 @@ def _adopt_running_world(builder: DecisionBuilder) -> bool:
     complete = len(ranks) + builder.spec.spares >= len(builder.active_pods)
     whole = len(versions) == 1 and ranks == list(range(len(ranks))) and complete
     if not whole or not builder.spec.policy.allows(len(ranks)):
-        return False
+        return None
     (version,) = versions
     members = [ranked[rank, version] for rank in ranks]
-    builder.enter_phase(
-        JobPhase.RUNNING,
-        epoch=max(1, rank_assignment.epoch_of_version(version)),
-        version=version,
-        members=tuple(pod.name for pod in members),
-        master_addr=members[0].ip,
-        started_s=builder.now_s,
-    )
+    builder.update_state(epoch=max(1, rank_assignment.epoch_of_version(version)), started_s=builder.now_s)
     builder.set_condition("Running", True, "Adopted", f"{len(members)} agents ran already")
     builder.add_event("Adopted", f"{len(members)} agents run already; they are left alone")
-    return True
+    world = AssignedWorld(version=version, members=tuple(pod.name for pod in members), master_addr=members[0].ip)
+    return RunningPhase(since_s=builder.now_s, world=world)
 
 
-def handle_starting(builder: DecisionBuilder) -> None:
+def handle_starting(builder: DecisionBuilder, phase: StartingPhase) -> CurrentPhase:
     """Send ``/start`` to ready agents until all members run."""
     for pod in builder.member_pods:
         if agent_state_of(pod) is AgentState.READY:
             builder.add_actions(rank_assignment.start_action(builder, pod))
-    size = len(builder.state.members)
-    if sum(agent_state_of(pod) in _RUNNING_STATES and not builder.is_stale(pod) for pod in builder.member_pods) == size:
-        _enter_running(builder)
+    ran = [pod for pod in builder.member_pods if agent_state_of(pod) in _RUNNING_STATES and not builder.is_stale(pod)]
+    return _running(builder, phase) if len(ran) == len(phase.world.members) else phase
 
 
-def _enter_running(builder: DecisionBuilder) -> None:
-    state, size = builder.state, len(builder.state.members)
+def _running(builder: DecisionBuilder, phase: StartingPhase) -> RunningPhase:
+    state, size = builder.state, len(phase.world.members)
     message = f"{size} agents run"
     reason = "Started"
     if state.fault is not None:
@@ -168,7 +183,7 @@ def _enter_running(builder: DecisionBuilder) -> None:
             (f"The fault of reason {state.fault.reason} was remediated in {took_ms} milliseconds."),
         )
         builder.update_state(no_scale_up_until_s=builder.now_s + builder.spec.policy.scale_up_snooze_s)
-    elif state.cause is TransitionCause.SCALE:
+    elif phase.cause is TransitionCause.SCALE:
         reason, message = "Scaled", f"the job runs with {size} replicas now"
         scaling = msgspec.structs.replace(
             state.scaling, scaled_at_s=builder.now_s, updated_at_s=builder.now_s, consecutive_failures=0
@@ -176,74 +191,77 @@ def _enter_running(builder: DecisionBuilder) -> None:
         builder.update_state(scaling=scaling)
     builder.set_condition("Running", True, reason, message)
     builder.add_event(reason, message)
-    builder.enter_phase(
-        JobPhase.RUNNING,
+    builder.update_state(
         started_s=builder.now_s if state.started_s is None else state.started_s,
         last_fault=state.fault or state.last_fault,
         fault=None,
-        grow_since_s=None,
     )
+    return RunningPhase(since_s=builder.now_s, world=phase.world)
 
 
-def handle_running(builder: DecisionBuilder) -> None:
+def handle_running(builder: DecisionBuilder, phase: RunningPhase) -> CurrentPhase:
     states = [agent_state_of(pod) for pod in builder.member_pods]
-    if len(states) == len(builder.state.members) and all(state is AgentState.COMPLETED for state in states):
-        complete_job(builder)
-        return
+    if len(states) == len(phase.world.members) and all(state is AgentState.COMPLETED for state in states):
+        return complete_job(builder, phase)
     if builder.spec.suspend:
-        stop_gracefully(builder, TransitionCause.SUSPEND, "the job is suspended")
-        return
-    if not (_shrink_if_needed(builder) or _grow_if_possible(builder, finishing=AgentState.COMPLETED in states)):
+        return stop_gracefully(builder, TransitionCause.SUSPEND, "the job is suspended")
+    shrunk = _shrink_if_needed(builder)
+    if shrunk is not None:
+        return shrunk
+    following = _grow_if_possible(builder, phase, finishing=AgentState.COMPLETED in states)
+    if isinstance(following, RunningPhase):
         builder.add_actions(
             *(ReleasePod(pod.name, "not wanted any more") for pod in rank_assignment.surplus_pods(builder))
         )
+    return following
 
 
-def _shrink_if_needed(builder: DecisionBuilder) -> bool:
-    """Stop the world if members are preempted or fewer replicas are admitted. Return whether it did.
+def _shrink_if_needed(builder: DecisionBuilder) -> StoppingPhase | None:
+    """Return the stop of a world with preempted members or too many replicas, or None if it can continue.
 
     The job continues with the other members, or with spares.
     """
     size, allowed = len(builder.state.members), rank_assignment.max_allowed_size(builder)
     leaving = [pod.name for pod in builder.member_pods if pod.terminating]
     if leaving:
-        stop_gracefully(builder, TransitionCause.SCALE, f"preempted: {', '.join(leaving)}", target=min(size, allowed))
-    elif allowed < size:
-        stop_gracefully(
-            builder, TransitionCause.SCALE, f"{builder.observed.capacity} replicas are admitted", target=allowed
-        )
-    return bool(leaving) or allowed < size
+        why = f"preempted: {', '.join(leaving)}"
+        return stop_gracefully(builder, TransitionCause.SCALE, why, target=min(size, allowed))
+    if allowed < size:
+        why = f"{builder.observed.capacity} replicas are admitted"
+        return stop_gracefully(builder, TransitionCause.SCALE, why, target=allowed)
+    return None
 
 
-def _grow_if_possible(builder: DecisionBuilder, *, finishing: bool) -> bool:
-    """Stop the world to grow it, and return whether it did.
+def _grow_if_possible(
+    builder: DecisionBuilder, phase: RunningPhase, *, finishing: bool
+) -> RunningPhase | StoppingPhase:
+    """Stop the world to grow it if a larger size was possible for ``scaling_timeout_s``.
 
-    It grows if the larger size was possible for ``scaling_timeout_s``, or at once if it is the maximum.
+    It grows at once to the maximum.
     """
     size = rank_assignment.growable_size(builder)
-    if finishing or builder.now_s < builder.state.no_scale_up_until_s or size <= len(builder.state.members):
-        builder.update_state(grow_since_s=None)
-        return False
-    since = builder.now_s if builder.state.grow_since_s is None else builder.state.grow_since_s
+    if finishing or builder.now_s < builder.state.no_scale_up_until_s or size <= len(phase.world.members):
+        return msgspec.structs.replace(phase, grow_since_s=None)
+    since = builder.now_s if phase.grow_since_s is None else phase.grow_since_s
     if (
         size < rank_assignment.max_allowed_size(builder)
         and builder.now_s - since < builder.spec.policy.scaling_timeout_s
     ):
-        builder.update_state(grow_since_s=since)
-        return False
-    stop_gracefully(builder, TransitionCause.SCALE, f"{size} replicas can run", target=size)
-    return True
+        return msgspec.structs.replace(phase, grow_since_s=since)
+    return stop_gracefully(builder, TransitionCause.SCALE, f"{size} replicas can run", target=size)
 
 
+_BeforeRunning = FormingPhase | RanksAssignedPhase | StartingPhase
 _BUSY_STATES = {AgentState.RUNNING, AgentState.COMPLETED, AgentState.FAULTED}
 
 
-def remediate_fault(builder: DecisionBuilder, fault: JobFault) -> None:
+def remediate_fault(builder: DecisionBuilder, fault: JobFault) -> CurrentPhase:
     """Stop all members after a fault.
 
     A second fault before the first one is remediated restarts the processes.
     """
     before = builder.state
+    phase = before.current
     mode = fault_detection.requested_restart_mode(builder.member_pods)
     if before.fault is not None or not before.members:
         mode = mode.at_least(RestartMode.PROCESS)
@@ -253,21 +271,21 @@ def remediate_fault(builder: DecisionBuilder, fault: JobFault) -> None:
     fault = msgspec.structs.replace(fault, mode=mode, at_s=at_s)
     builder.add_event(fault.reason, fault.message.strip() or fault.reason, warning=True)
     builder.set_condition("Running", False, fault.reason, fault.message.strip())
-    builder.update_state(fault=fault, unexplained_since_s=None)
+    builder.update_state(fault=fault)
     if beyond:
-        fail_job(builder, "RestartLimitExceeded", f"the job failed after {fault.reason}: more than {beyond}")
-        return
-    if before.cause is TransitionCause.SCALE and before.phase is not JobPhase.RUNNING:
+        return fail_job(builder, "RestartLimitExceeded", f"the job failed after {fault.reason}: more than {beyond}")
+    if isinstance(phase, _BeforeRunning) and phase.cause is TransitionCause.SCALE:
         builder.update_state(
             scaling=msgspec.structs.replace(
                 before.scaling, consecutive_failures=before.scaling.consecutive_failures + 1
             )
         )
     builder.add_event("Restarting", f"restart {builder.state.restarts}, {mode.value}")
-    _stop(builder, TransitionCause.FAULT, mode, target=len(before.members) or before.target)
     mark_replaced(
         builder, [pod for pod in builder.observed.pods if mode is RestartMode.JOB or _is_unusable(builder, pod)]
     )
+    target = phase.target if isinstance(phase, FormingPhase) else len(before.members)
+    return _stop(builder, TransitionCause.FAULT, mode, target=target)
 
 
 def correct_fault_reason(builder: DecisionBuilder, fault: JobFault) -> None:
@@ -287,7 +305,7 @@ def correct_fault_reason(builder: DecisionBuilder, fault: JobFault) -> None:
     builder.set_condition("Running", False, fault.reason, fault.message.strip())
 
 
-def stop_gracefully(builder: DecisionBuilder, cause: TransitionCause, why: str, *, target: int = 0) -> None:
+def stop_gracefully(builder: DecisionBuilder, cause: TransitionCause, why: str, *, target: int = 0) -> StoppingPhase:
     """Stop the world gracefully: the ranks agree on a step, save it, and exit."""
     builder.add_event("Scaling" if cause is TransitionCause.SCALE else "Suspending", why)
     builder.set_condition("Running", False, cause.value, why)
@@ -299,23 +317,23 @@ def stop_gracefully(builder: DecisionBuilder, cause: TransitionCause, why: str, 
             after_fault=any(pod.terminating for pod in builder.member_pods),
         )
         builder.update_state(scaling=scaling)
-    _stop(builder, cause, fault_detection.requested_restart_mode(builder.member_pods), graceful=True, target=target)
+    mode = fault_detection.requested_restart_mode(builder.member_pods)
+    return _stop(builder, cause, mode, graceful=True, target=target)
 
 
 def _stop(
     builder: DecisionBuilder, cause: TransitionCause, mode: RestartMode, *, target: int, graceful: bool = False
-) -> None:
+) -> StoppingPhase:
     if mode is RestartMode.JOB and not builder.observed.can_replace:
         mode = RestartMode.PROCESS
-    previous = builder.state.members or builder.state.previous_members
-    builder.enter_phase(
-        JobPhase.STOPPING,
+    builder.update_state(previous_members=builder.state.members or builder.state.previous_members)
+    return StoppingPhase(
+        since_s=builder.now_s,
+        world=builder.state.world,
         cause=cause,
-        restart_mode=mode,
-        graceful=graceful,
-        stop_escalated=(),
-        previous_members=previous,
+        mode=mode,
         target=target,
+        graceful=graceful,
     )
 
 
@@ -331,7 +349,7 @@ def mark_replaced(builder: DecisionBuilder, pods: Iterable[ObservedPod]) -> None
         builder.update_state(replaced_pods=(*builder.state.replaced_pods, *names))
 
 
-def handle_stopping(builder: DecisionBuilder) -> None:
+def handle_stopping(builder: DecisionBuilder, phase: StoppingPhase) -> CurrentPhase:
     """Send ``/stop`` to busy agents until all wait. Replace the pods that do not stop in time."""
     mark_replaced(builder, [pod for pod in builder.active_pods if _is_unusable(builder, pod)])
     busy = [
@@ -341,18 +359,15 @@ def handle_stopping(builder: DecisionBuilder) -> None:
     ]
     for pod in busy:
         if agent_state_of(pod) in _BUSY_STATES:
-            builder.add_actions(StopAgent(pod.name, _stop_request(builder)))
-    limit_s = builder.spec.stop_timeout_s + (
-        builder.spec.policy.graceful_shutdown_timeout_s if builder.state.graceful else 0.0
-    )
+            builder.add_actions(StopAgent(pod.name, _stop_request(builder, phase)))
+    limit_s = builder.spec.stop_timeout_s + (builder.spec.policy.graceful_shutdown_timeout_s if phase.graceful else 0.0)
     if busy and builder.in_phase_s >= limit_s:
-        _escalate_stop(builder, [pod for pod in busy if pod.name not in builder.state.stop_escalated])
+        phase = _escalate_stop(builder, phase, [pod for pod in busy if pod.name not in phase.escalated])
     if busy and builder.in_phase_s >= limit_s + builder.spec.stop_timeout_s:
         builder.add_event("StopTimeout", f"did not stop: {', '.join(pod.name for pod in busy)}", warning=True)
         mark_replaced(builder, busy)
         busy = []
-    if not busy:
-        _finish_stop(builder)
+    return phase if busy else _after_stop(builder, phase)
 
 
 def _still_stopping(builder: DecisionBuilder, pod: ObservedPod) -> bool:
@@ -362,53 +377,53 @@ def _still_stopping(builder: DecisionBuilder, pod: ObservedPod) -> bool:
     return state in _BUSY_STATES or state is AgentState.STOPPING
 
 
-def _stop_request(builder: DecisionBuilder) -> StopRequest:
+def _stop_request(builder: DecisionBuilder, phase: StoppingPhase) -> StopRequest:
     """Return the body of ``/stop``. In-process agents ignore a graceful stop: they stop at their barrier."""
-    state = builder.state
-    if not state.graceful:
-        return StopRequest(restart_mode=state.restart_mode.value)
+    if not phase.graceful:
+        return StopRequest(restart_mode=phase.mode.value)
     grace_s = math.ceil(builder.spec.policy.graceful_shutdown_timeout_s)
-    return StopRequest(restart_mode=state.restart_mode.value, is_graceful=True, timeout=max(1, grace_s))
+    return StopRequest(restart_mode=phase.mode.value, is_graceful=True, timeout=max(1, grace_s))
 
 
-def _escalate_stop(builder: DecisionBuilder, pods: list[ObservedPod]) -> None:
+def _escalate_stop(builder: DecisionBuilder, phase: StoppingPhase, pods: list[ObservedPod]) -> StoppingPhase:
     """Request a restart of the processes, once per pod: each request restarts them again."""
     body = StopRequest(restart_mode=RestartMode.PROCESS.value)
     names = [pod.name for pod in pods if agent_state_of(pod) is AgentState.STOPPING]
     builder.add_actions(*(StopAgent(name, body) for name in names))
-    builder.update_state(stop_escalated=(*builder.state.stop_escalated, *names))
+    return msgspec.structs.replace(phase, escalated=(*phase.escalated, *names))
 
 
-def _finish_stop(builder: DecisionBuilder) -> None:
-    if builder.state.cause is TransitionCause.SUSPEND:
-        builder.enter_phase(JobPhase.SUSPENDED, members=(), spares=())
-        return
-    policy = builder.spec.policy
-    if builder.state.cause is TransitionCause.FAULT and builder.state.fault is not None:
+def _after_stop(builder: DecisionBuilder, phase: StoppingPhase) -> FormingPhase | SuspendedPhase:
+    if phase.cause is TransitionCause.SUSPEND:
+        return SuspendedPhase(since_s=builder.now_s)
+    policy, patience_s = builder.spec.policy, None
+    if phase.cause is TransitionCause.FAULT and builder.state.fault is not None:
         whole_job = builder.state.fault.mode is RestartMode.JOB
         patience_s = max(policy.faulty_scale_down_timeout_s, policy.scaling_timeout_s if whole_job else 0.0)
-        await_world_members(builder, TransitionCause.FAULT, patience_s=patience_s)
-    else:
-        await_world_members(builder, builder.state.cause)
+    return await_world_members(builder, phase.cause, target=phase.target, patience_s=patience_s)
 
 
 _SHUTDOWN_STATES = set(AgentState) - {AgentState.STOPPING, AgentState.SHUTDOWN}
 """States in which an agent obeys ``/shutdown``. A stopping agent obeys it after the stop."""
 
 
-def complete_job(builder: DecisionBuilder) -> None:
-    message = f"all {len(builder.state.members)} agents completed"
+def complete_job(builder: DecisionBuilder, phase: RunningPhase) -> SucceededPhase:
+    message = f"all {len(phase.world.members)} agents completed"
     builder.add_event("Completed", message)
     builder.set_condition("Running", False, "Completed", message)
     builder.set_condition("Succeeded", True, "Completed", message)
-    builder.enter_phase(JobPhase.SUCCEEDED, ended_s=builder.now_s)
+    builder.update_state(ended_s=builder.now_s)
+    return SucceededPhase(since_s=builder.now_s, world=phase.world)
 
 
-def fail_job(builder: DecisionBuilder, reason: str, message: str) -> None:
+def fail_job(builder: DecisionBuilder, reason: str, message: str) -> FailedPhase:
     builder.add_event(reason, message, warning=True)
     builder.set_condition("Running", False, reason, message)
     builder.set_condition("Failed", True, reason, message)
-    builder.enter_phase(JobPhase.FAILED, ended_s=builder.now_s)
+    builder.update_state(ended_s=builder.now_s)
+    phase = builder.state.current
+    graceful = isinstance(phase, StoppingPhase) and phase.graceful
+    return FailedPhase(since_s=builder.now_s, world=builder.state.world, graceful=graceful)
 
 
 def exceeded_deadline(builder: DecisionBuilder) -> tuple[str, str] | None:
@@ -428,7 +443,7 @@ def exceeded_deadline(builder: DecisionBuilder) -> tuple[str, str] | None:
     return None
 
 
-def handle_ended(builder: DecisionBuilder) -> None:
+def handle_ended(builder: DecisionBuilder, phase: SucceededPhase | FailedPhase) -> CurrentPhase:
     """Shut the agents down.
 
     Release the pods of agents that do not exit: they hold a machine and queue quota.
@@ -436,34 +451,41 @@ def handle_ended(builder: DecisionBuilder) -> None:
     builder.add_actions(
         *(ShutdownAgent(pod.name) for pod in builder.observed.pods if agent_state_of(pod) in _SHUTDOWN_STATES)
     )
-    grace_s = builder.spec.policy.graceful_shutdown_timeout_s if builder.state.graceful else 0.0
+    graceful = isinstance(phase, FailedPhase) and phase.graceful
+    grace_s = builder.spec.policy.graceful_shutdown_timeout_s if graceful else 0.0
     if builder.in_phase_s >= grace_s + 2 * builder.spec.stop_timeout_s:
         stuck = (pod for pod in builder.active_pods if agent_state_of(pod) is not None)
         builder.add_actions(*(ReleasePod(pod.name, "the job has ended, and its agent does not") for pod in stuck))
+    return phase
 
 
-def handle_suspended(builder: DecisionBuilder) -> None:
+def handle_suspended(builder: DecisionBuilder, phase: SuspendedPhase) -> CurrentPhase:
     """Release all pods while the job is suspended, and form a world when it resumes."""
     if builder.spec.suspend:
         builder.set_condition("Suspended", True, "Suspended", "the job is suspended")
         builder.add_actions(*(ReleasePod(pod.name, "the job is suspended") for pod in builder.active_pods))
-        return
+        return phase
     builder.set_condition("Suspended", False, "Resumed", "the job goes on")
-    deadline_s = builder.now_s + builder.spec.policy.scaling_timeout_s if builder.spec.elastic else None
-    builder.enter_phase(JobPhase.FORMING, cause=TransitionCause.BEGIN, target=0, deadline_s=deadline_s)
+    return await_world_members(builder, TransitionCause.BEGIN)
 
 
-_PHASES: Mapping[JobPhase, Callable[[DecisionBuilder], None]] = {
-    JobPhase.FORMING: handle_forming,
-    JobPhase.RANKS_ASSIGNED: handle_ranks_assigned,
-    JobPhase.STARTING: handle_starting,
-    JobPhase.RUNNING: handle_running,
-    JobPhase.STOPPING: handle_stopping,
-    JobPhase.SUSPENDED: handle_suspended,
-    JobPhase.SUCCEEDED: handle_ended,
-    JobPhase.FAILED: handle_ended,
-}
-_RANKED_PHASES = {JobPhase.RANKS_ASSIGNED, JobPhase.STARTING, JobPhase.RUNNING}
+def _handle(builder: DecisionBuilder, phase: CurrentPhase) -> CurrentPhase:
+    """Return the phase that follows, or the same one with its new data."""
+    match phase:
+        case FormingPhase():
+            return handle_forming(builder, phase)
+        case RanksAssignedPhase():
+            return handle_ranks_assigned(builder, phase)
+        case StartingPhase():
+            return handle_starting(builder, phase)
+        case RunningPhase():
+            return handle_running(builder, phase)
+        case StoppingPhase():
+            return handle_stopping(builder, phase)
+        case SuspendedPhase():
+            return handle_suspended(builder, phase)
+        case SucceededPhase() | FailedPhase():
+            return handle_ended(builder, phase)
 
 
 def decide_job(spec: JobSpec, state: JobState, seen: ObservedJob, now_s: float) -> OperatorDecision:
@@ -473,16 +495,16 @@ def decide_job(spec: JobSpec, state: JobState, seen: ObservedJob, now_s: float) 
     """
     builder = DecisionBuilder(spec, state, seen, now_s)
     if state.created_s is None:
-        accept_job(builder)
+        builder.update_state(current=accept_job(builder))
     fault_detection.record_observations(builder)
     if not builder.state.phase.is_final:
-        _handle_faults(builder)
+        builder.update_state(current=_handle_faults(builder))
     for _ in () if builder.waits else JobPhase:
         phase = builder.state.phase
-        _PHASES[phase](builder)
+        builder.update_state(current=_handle(builder, builder.state.current))
         if builder.state.phase is phase:
             break
-    if builder.state.phase in _RANKED_PHASES and not builder.waits:
+    if isinstance(builder.state.current, RankedPhase) and not builder.waits:
         update_spares(builder)
     if not builder.waits:
         builder.add_actions(*_side_actions(builder))
@@ -495,18 +517,19 @@ def decide_job(spec: JobSpec, state: JobState, seen: ObservedJob, now_s: float) 
     )
 
 
-def _handle_faults(builder: DecisionBuilder) -> None:
+def _handle_faults(builder: DecisionBuilder) -> CurrentPhase:
+    """Return the phase after faults and deadlines: the same one without any."""
     deadline = exceeded_deadline(builder)
     if deadline is not None:
-        fail_job(builder, *deadline)
-        return
+        return fail_job(builder, *deadline)
     idle = (pod for pod in builder.active_pods if pod.name not in builder.state.members)
     mark_replaced(builder, (pod for pod in idle if pod.node_health_problem))
     fault, explained = fault_detection.detect_fault(builder), fault_detection.explain(builder)
     if fault is not None:
-        remediate_fault(builder, fault)
-    elif explained is not None:
+        return remediate_fault(builder, fault)
+    if explained is not None:
         correct_fault_reason(builder, explained)
+    return builder.state.current
 
 
 def _side_actions(builder: DecisionBuilder) -> list[OperatorAction]:
@@ -515,7 +538,7 @@ def _side_actions(builder: DecisionBuilder) -> list[OperatorAction]:
     if builder.observed.can_replace:
         reason = builder.state.fault.reason if builder.state.fault is not None else "replaced"
         actions += [ReplacePod(name, reason) for name in builder.state.replaced_pods if name in builder.pods]
-    if builder.state.phase in _RANKED_PHASES:
+    if isinstance(builder.state.current, RankedPhase):
         body = StopRequest(restart_mode=RestartMode.PROCESS.value)
         idle = (pod for pod in builder.active_pods if pod.name not in builder.state.members)
         actions += [StopAgent(pod.name, body) for pod in idle if agent_state_of(pod) in _BUSY_STATES]

@@ -163,7 +163,9 @@ def test_job_survives_invalid_frames_and_an_unresponsive_agent(tmp_path: Path, z
         first = job.wait_step(1, 1)
         pods = job.state.members
         (spare,) = job.wait_until(lambda: job.state.spares, "a spare exists")
-        job.wait_until(lambda: job.last_status(spare).version == job.state.version, "the spare has its assignment")
+        job.wait_until(
+            lambda: job.last_status(spare).version == job.state.world.version, "the spare has its assignment"
+        )
         assert (job.last_status(spare).rank, job.last_status(spare).spare) == (2, True)
         waiting = job.rank_pids(spare)
 

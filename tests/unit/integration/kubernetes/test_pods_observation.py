@@ -5,9 +5,13 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from integration.hyperpod.operator import AgentState, AgentStatus, DesiredPods, JobState
+from integration.hyperpod.operator import AgentState, AgentStatus, AssignedWorld, DesiredPods, JobState, RunningPhase
 from integration.kubernetes.pods import ReplicaSlot, missing_slots, node_health_status, observe_job
 from tests.support.kube_objects import pod_object, pod_objects
+
+
+def running_state(*members, **fields):
+    return JobState(current=RunningPhase(world=AssignedWorld(members=members)), **fields)
 
 
 def _missing(wanted, pods, state=None):
@@ -48,7 +52,7 @@ def test_gap_in_the_indices_is_filled():
 
 
 def test_remembered_pod_name_is_not_reused():
-    state = JobState(members=("llama-workers-0", "llama-workers-1"), replaced_pods=("llama-workers-2",))
+    state = running_state("llama-workers-0", "llama-workers-1", replaced_pods=("llama-workers-2",))
     assert _missing({"workers": 2}, pod_objects(0), state) == [ReplicaSlot("workers", 3)]
 
 
@@ -64,7 +68,7 @@ def test_replaced_pod_does_not_count():
 
 
 def test_names_of_other_jobs_and_specs_are_others():
-    state = JobState(members=("my-llama-workers-0", "llama-workers-0-1", "llama-workers2-0"))
+    state = running_state("my-llama-workers-0", "llama-workers-0-1", "llama-workers2-0")
     assert _missing({"workers": 1}, [], state) == [ReplicaSlot("workers", 0)]
 
 
@@ -74,7 +78,7 @@ def test_surplus_pods_are_not_deleted_here():
 
 @given(st.sets(st.integers(0, 9)), st.sets(st.integers(0, 9)), st.integers(0, 12))
 def test_missing_slots_are_new_and_as_many_as_needed(there, remembered, count):
-    state = JobState(members=tuple(f"llama-workers-{index}" for index in sorted(remembered)))
+    state = running_state(*(f"llama-workers-{index}" for index in sorted(remembered)))
     found = _missing({"workers": count}, pod_objects(*there), state)
     assert len(found) == max(0, count - len(there))
     assert len(set(found)) == len(found)

@@ -7,11 +7,12 @@ import json
 import pytest
 
 from integration.hyperpod.operator import (
+    AssignedWorld,
     JobCondition,
     JobFault,
-    JobPhase,
     JobState,
     RestartMode,
+    RunningPhase,
     parse_job_resource,
 )
 from integration.kubernetes.pods import observe_job
@@ -27,11 +28,12 @@ from integration.kubernetes.resource_status import (
 from tests.support.kube_objects import job_object, pod_objects
 
 STATE = JobState(
-    phase=JobPhase.RUNNING,
-    members=("llama-workers-0", "llama-workers-8"),
+    current=RunningPhase(
+        world=AssignedWorld(
+            members=("llama-workers-0", "llama-workers-8"), master_addr="10.0.0.1", master_port="23456"
+        )
+    ),
     created_s=1_700_000_000.0,
-    master_addr="10.0.0.1",
-    master_port="23456",
     restarts=3,
     last_fault=JobFault(
         reason="WorkerCrash", message="", pods=("llama-workers-1",), ranks=(1,), nodes=("n1",), at_s=1.0,

@@ -20,8 +20,10 @@ from integration.hyperpod.operator import (
     OperatorDecision,
     StartAgent,
     StopAgent,
+    StoppingPhase,
     parse_job_resource,
 )
+from integration.hyperpod.operator.job_state import CurrentPhase
 from tests.support.example_counts import examples
 from tests.support.fake_hyperpod_agents import (
     COMPLETED,
@@ -74,7 +76,8 @@ class Jobs(RuleBasedStateMachine):
         self.late = self.late or late
         for _ in range(count):
             before = {one.name: one.state for one in self.cluster.live_agents if not one.silent}
-            self.judge(self.cluster.run_cycle(late=late), before)
+            phase = self.cluster.state.current
+            self.judge(self.cluster.run_cycle(late=late), before, phase)
 
     @rule(which=_WHICH)
     def an_operator_is_killed_before_it_did_anything(self, which) -> None:
@@ -104,7 +107,7 @@ class Jobs(RuleBasedStateMachine):
     @rule()
     def all_finish_the_moment_the_size_changes(self) -> None:
         """The first SIGUSR1 makes all ranks of a distributed job leave: their agents report COMPLETED."""
-        if self.cluster.state.phase is JobPhase.STOPPING and self.cluster.state.graceful:
+        if isinstance(phase := self.cluster.state.current, StoppingPhase) and phase.graceful:
             for one in self.cluster.live_agents:
                 one.complete()
 
@@ -153,15 +156,16 @@ class Jobs(RuleBasedStateMachine):
 
     # -- what must hold -------------------------------------------------------------------------------------------
 
-    def judge(self, decision: OperatorDecision, before: dict[str, Any]) -> None:
-        state, told = decision.state, {}
+    def judge(self, decision: OperatorDecision, before: dict[str, Any], phase: CurrentPhase) -> None:
+        told: dict[str, list[str]] = {}
         for action in decision.actions:
             told.setdefault(action.pod, []).append(type(action).__name__)
             if isinstance(action, StartAgent):
                 assert before[action.pod] is READY, "only who is ready is started"
                 self.world_of(action)
             if isinstance(action, StopAgent) and before[action.pod] not in {RUNNING, COMPLETED, FAULTED}:
-                assert action.pod in state.stop_escalated, "only who does something is stopped"
+                assert isinstance(phase, StoppingPhase), "only who does something is stopped"
+                assert action.pod not in phase.escalated, "it was asked once"
         assert all(len(words) == len(set(words)) for words in told.values())
 
     def world_of(self, start: StartAgent) -> None:
