@@ -25,8 +25,8 @@ from typing import Any, TypeAlias
 
 import msgspec
 
-from elastic.control.control_plane import ControlNotice, LeaveStage, NoticeKind, RankAssignment, RankProgress
-from elastic.control.epoch_state import EpochChange, EpochState
+from elastic.control.control_plane import LeaveStage, NoticeKind, RankAssignment, RankProgress
+from elastic.control.epoch_state import ChangeMessage, EpochMessage
 from elastic.fault_injection.fault_spec import FaultInjection
 from elastic.world.world_state import ErrorPosition, ReachedStep, RequestedStep, SealedStep, WorldPhase
 from peerstore.errors import ProtocolError
@@ -116,8 +116,7 @@ class RankDesired(
     acknowledged: NonNegativeInt = 0
     """Number of the newest :class:`RankStatus` that the supervisor has processed."""
     assignment: RankAssignment | None = None
-    notice: ControlNotice | None = None
-    pause_target: NonNegativeIntOrMinusOne | None = None
+    epoch_state: EpochMessage = EpochMessage()
     exit: ExitReason | None = None
     reason: str = ""
     coordinator_unreachable: bool = False
@@ -143,28 +142,6 @@ class RankFailure(msgspec.Struct, frozen=True):
     """Whether the process exited without a signal and had never connected to its supervisor."""
     ended_at: float | None = None
     """Wall-clock time of the exit on its node, or ``None`` if unknown."""
-
-
-class PauseOrder(msgspec.Struct, frozen=True):
-    """:class:`~elastic.world.world_state.PauseWorld` as a message, with seconds left in place of a time."""
-
-    epoch: NonNegativeIntOrMinusOne
-    reason: str
-    within_s: float
-    stop: bool = False
-
-    @classmethod
-    def of(cls, state: EpochState, now: float) -> PauseOrder | None:
-        """Return the order of an epoch's pause, or ``None`` without one."""
-        pause = state.pause
-        if pause is None or pause.until is None:
-            return None
-        return cls(state.epoch, pause.reason, max(0.0, pause.until - now), state.is_stopping)
-
-    def change(self, now: float) -> EpochChange:
-        """Return the change that a receiver at ``now`` must make."""
-        kind = NoticeKind.STOP if self.stop else NoticeKind.RESIZE
-        return EpochChange(kind, self.reason, now + self.within_s)
 
 
 class SizeRequest(msgspec.Struct, frozen=True):
@@ -227,9 +204,8 @@ class NodeStatus(
     """Newest world of this node."""
     newest_world: WorldRecord | None = None
     """Newer world without this node, as a coordinator reported it."""
-    broken_reason: str | None = None
-    """Why the node's world is broken, or ``None`` if it is not."""
-    pause: PauseOrder | None = None
+    epoch_state: EpochMessage = EpochMessage()
+    """Change of the node's world."""
     size_request: SizeRequest | None = None
     ready: bool = False
     paused: NonNegativeIntOrMinusOne | None = None
@@ -292,11 +268,8 @@ class NodeDesired(
     """Newest world; ``None`` without a world or if the node is outside it."""
     newest_world: WorldRecord | None = None
     """Newest world for a node outside it, which stores it for a coordinator that restarts."""
-    broken_reason: str | None = None
-    broken_s: float | None = None
-    """Seconds that the ranks have left to leave the broken world."""
-    pause: PauseOrder | None = None
-    pause_target: NonNegativeIntOrMinusOne | None = None
+    epoch_state: EpochMessage = EpochMessage()
+    """Change that the node's ranks must make, and the seconds that they have left."""
     size_request: SizeRequest | None = None
     commands: tuple[NodeCommand, ...] = ()
     run_store: bool = False
@@ -398,7 +371,7 @@ class ElasticJobStatus(msgspec.Struct, frozen=True):
     store: str
     requested_nodes: int = 0
     """Number of further nodes that the job could use."""
-    pause: PauseOrder | None = None
+    pause: ChangeMessage | None = None
     refused: str = ""
     """Why the request was refused, or ""."""
 

@@ -19,6 +19,7 @@ import msgspec
 from elastic.control.control_plane import ControlNotice, NoticeKind
 from elastic.errors import StaleEpochError
 from elastic.world.world_state import SealedStep
+from peerstore.shard_records import NonNegativeIntOrMinusOne
 
 
 class EpochChange(msgspec.Struct, frozen=True):
@@ -92,6 +93,50 @@ class EpochState(msgspec.Struct, frozen=True):
     def without_pause(self) -> EpochState:
         """Return the state after the pause has ended."""
         return msgspec.structs.replace(self, pause=None, target=None)
+
+
+class ChangeMessage(msgspec.Struct, frozen=True):
+    """:class:`EpochChange` as a message, with seconds left in place of a time."""
+
+    kind: NoticeKind
+    reason: str
+    within_s: float | None = None
+
+    @classmethod
+    def of(cls, change: EpochChange | None, now: float) -> ChangeMessage | None:
+        if change is None:
+            return None
+        return cls(change.kind, change.reason, None if change.until is None else max(0.0, change.until - now))
+
+    def received(self, now: float) -> EpochChange:
+        """Return the change on the clock of a receiver at ``now``."""
+        return EpochChange(self.kind, self.reason, None if self.within_s is None else now + self.within_s)
+
+    def without_time(self) -> ChangeMessage:
+        return self if self.within_s is None else msgspec.structs.replace(self, within_s=0.0)
+
+
+class EpochMessage(msgspec.Struct, frozen=True):
+    """:class:`EpochState` as a message: between coordinator, supervisors and ranks, in both directions."""
+
+    epoch: NonNegativeIntOrMinusOne = -1
+    broken: ChangeMessage | None = None
+    pause: ChangeMessage | None = None
+    target: NonNegativeIntOrMinusOne | None = None
+
+    @classmethod
+    def of(cls, state: EpochState, now: float) -> EpochMessage:
+        return cls(state.epoch, ChangeMessage.of(state.broken, now), ChangeMessage.of(state.pause, now), state.target)
+
+    def received(self, now: float) -> EpochState:
+        """Return the state on the clock of a receiver at ``now``."""
+        broken, pause = (None if change is None else change.received(now) for change in (self.broken, self.pause))
+        return EpochState(self.epoch, broken, pause, self.target)
+
+    def without_times(self) -> EpochMessage:
+        """Return the message without values that change with time, for comparison."""
+        broken, pause = (None if change is None else change.without_time() for change in (self.broken, self.pause))
+        return EpochMessage(self.epoch, broken, pause, self.target)
 
 
 def common_step(steps: Iterable[int | None]) -> int | None:

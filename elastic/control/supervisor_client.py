@@ -344,7 +344,7 @@ class SupervisorClient:
     def _apply_desired(self, desired: RankDesired) -> None:
         before = self._desired
         with self._changed:
-            self._desired, self._state = desired, _received_state(desired)
+            self._desired, self._state = desired, desired.epoch_state.received(time.monotonic())
             pending = tuple(request for request in self._status.requests if request.number > desired.acknowledged)
             if len(pending) != len(self._status.requests):
                 self._status = msgspec.structs.replace(self._status, requests=pending)
@@ -358,16 +358,6 @@ class SupervisorClient:
     def _connection_lost(self, why: str) -> None:
         self._lost_reason = self._lost_reason or why or "it ended"
         self._changed.notify_all()
-
-
-def _received_state(desired: RankDesired) -> EpochState:
-    """Return the state of the assigned epoch as a message of the supervisor has it."""
-    state = EpochState(-1 if desired.assignment is None else desired.assignment.epoch, target=desired.pause_target)
-    notice = desired.notice
-    if notice is None:
-        return state
-    until = None if notice.deadline_s is None else time.monotonic() + notice.deadline_s
-    return state.change(notice.kind, notice.reason, until)
 
 
 _NEW_WORLD: dict[str, object] = {"paused": None, "sealed": None, "checkpoint": None, "fault": None, "final": False}

@@ -8,12 +8,12 @@ from elastic.control.control_messages import (
     InjectRequest,
     NodeDesired,
     NodeStatus,
-    PauseOrder,
     ResizeRequest,
     StatusRequest,
     WorldSpec,
 )
-from elastic.control.epoch_state import EpochState
+from elastic.control.control_plane import NoticeKind
+from elastic.control.epoch_state import EpochMessage, EpochState
 from elastic.coordinator.job_snapshot import JobSnapshot
 
 
@@ -25,20 +25,15 @@ def node_desired(snapshot: JobSnapshot, node: str, now: float) -> NodeDesired:
     is_released = (
         released is not None and released.generation == life
     )  # a smaller generation may come from a clock that went back
-    formed, broken = _world_of(snapshot, record.status)
+    formed, epoch_state = _world_of(snapshot, record.status)
     is_newest = formed is not None and formed is snapshot.world_spec
-    state = snapshot.epoch_state if is_newest else EpochState()
-    leave_until = None if state.broken is None else state.broken.until
     return NodeDesired(
         coordinator=snapshot.incarnation,
         generation=life,
         acknowledged=number,
         world=formed,
         newest_world=None if formed is snapshot.world_spec else snapshot.world_record,
-        broken_reason=broken,
-        broken_s=None if leave_until is None else max(0.0, leave_until - now),
-        pause=PauseOrder.of(state, now),
-        pause_target=state.target,
+        epoch_state=EpochMessage.of(epoch_state, now),
         size_request=snapshot.size_request,
         commands=tuple(record.commands),
         run_store=snapshot.is_rootless or (node == snapshot.store_node and not snapshot.settings.store),
@@ -56,21 +51,21 @@ def node_desired(snapshot: JobSnapshot, node: str, now: float) -> NodeDesired:
     )
 
 
-def _world_of(snapshot: JobSnapshot, status: NodeStatus) -> tuple[WorldSpec | None, str | None]:
-    """Return the world to send to a node, and the reason if that world is broken.
+def _world_of(snapshot: JobSnapshot, status: NodeStatus) -> tuple[WorldSpec | None, EpochState]:
+    """Return the world to send to a node, and the state of its epoch.
 
     A world may break, and the next one form without one of its nodes, before that node receives either message. The
     node still learns that its own world is over. Otherwise its ranks would continue there and never rejoin.
     """
     newest, own = snapshot.world_spec, status.world
     if newest is None:
-        return None, None
+        return None, EpochState()
     if status.node in snapshot.ranked:
-        return newest, None if snapshot.epoch_state.broken is None else snapshot.epoch_state.broken.reason
-    left = status.broken_reason is not None or status.sealed is not None or status.ready
+        return newest, snapshot.epoch_state
+    left = status.epoch_state.broken is not None or status.sealed is not None or status.ready
     if own is None or own.epoch >= newest.epoch or left:
-        return None, None
-    return own, f"world {own.epoch} is over: {newest.reason}"
+        return None, EpochState()
+    return own, EpochState(own.epoch).change(NoticeKind.RESTART, f"world {own.epoch} is over: {newest.reason}")
 
 
 def why_refused(snapshot: JobSnapshot, request: CoordinatorRequest) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import msgspec
 
-from elastic.control.control_messages import NodeStatus, PauseOrder, WorldRecord, WorldSpec
+from elastic.control.control_messages import NodeStatus, WorldRecord, WorldSpec
 from elastic.control.control_plane import NoticeKind
 from elastic.control.epoch_state import EpochChange, EpochState
 from elastic.coordinator.node_liveness import NodeLiveness, NodeRecord, is_superseded_generation
@@ -97,19 +97,20 @@ class FormedWorld:
             for local_rank in one.lagging_ranks
         ]
 
-    def resume_pause(self, received: Sequence[PauseOrder], world: WorldState, now: float) -> WorldState:
+    def resume_pause(self, reports: Sequence[NodeStatus], world: WorldState, now: float) -> WorldState:
         """Continue the pause that some ranks have received, for all ranks; return the world with that pause."""
-        if not received or world.phase is not WorldPhase.RUNNING:
+        changes = [one.epoch_state.received(now).pause for one in reports]
+        pauses = [(one, one.until) for one in changes if one is not None and one.until is not None]
+        if not pauses or world.phase is not WorldPhase.RUNNING:
             return world
-        order = min(received, key=lambda one: (not one.stop, one.within_s))
-        until = now + order.within_s
-        self.epoch_state = replace(self.epoch_state, pause=order.change(now))
+        pause, until = min(pauses, key=lambda one: (one[0].kind is not NoticeKind.STOP, one[1]))
+        self.epoch_state = replace(self.epoch_state, pause=pause)
         return replace(
             world,
             phase=WorldPhase.PAUSING,
-            reason=order.reason,
+            reason=pause.reason,
             pause_deadline_s=until,
-            stopping=order.stop,
+            stopping=pause.kind is NoticeKind.STOP,
             next_tick_s=until if world.next_tick_s is None else min(until, world.next_tick_s),
         )
 

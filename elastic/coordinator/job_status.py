@@ -5,8 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 
-from elastic.control.control_messages import ElasticJobStatus, ExitReason, NodeSummary, PauseOrder
+from elastic.control.control_messages import ElasticJobStatus, ExitReason, NodeSummary
 from elastic.control.control_plane import RankProgress
+from elastic.control.epoch_state import ChangeMessage
 from elastic.coordinator.job_snapshot import JobSnapshot
 from elastic.coordinator.node_liveness import NodeRecord
 from elastic.rendezvous.store_servers import ROOTLESS
@@ -35,7 +36,7 @@ def elastic_job_status(snapshot: JobSnapshot, now: float, *, refused: str = "") 
         sealed=min((node.sealed for node in placed), default=-1),
         store=_store(snapshot),
         requested_nodes=snapshot.requested_nodes,
-        pause=PauseOrder.of(snapshot.epoch_state, now),
+        pause=ChangeMessage.of(snapshot.epoch_state.pause, now),
         refused=refused,
     )
 

@@ -45,7 +45,7 @@ def is_superseded_generation(world: WorldState, status: NodeStatus, *, is_rejoin
     """Whether this generation of a supervisor is over: it was lost, or its world is not one of this job."""
     if world.departed.get(status.node, -1) >= status.generation:
         return True
-    inside = status.world is not None and status.broken_reason is None
+    inside = status.world is not None and status.epoch_state.broken is None
     return inside and not is_member(world, status) and not is_rejoining
 
 

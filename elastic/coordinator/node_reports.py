@@ -111,7 +111,8 @@ def named_step(newest: WorldSpec, reports: Iterable[NodeStatus]) -> SealedStep |
 def _may_have_sealed(status: NodeStatus) -> bool:
     """Whether ranks of a node may have sealed a step in their world."""
     stepped = any(rank is not None and rank.step >= 0 for rank in status.rank_progress)
-    left = status.broken_reason is not None or status.pause is not None or status.sealed is not None
+    change = status.epoch_state
+    left = change.broken is not None or change.pause is not None or status.sealed is not None
     return stepped or left or bool(status.exited_ranks)
 
 

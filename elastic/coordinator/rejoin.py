@@ -47,9 +47,9 @@ class CollectedReports:
     def faults(self) -> list[WorldEvent]:
         """Return a fault of each node whose world is broken."""
         return [
-            RankFault(one.node, one.generation, -1 if one.world is None else one.world.epoch, 0, one.broken_reason)
+            RankFault(one.node, one.generation, -1 if one.world is None else one.world.epoch, 0, broken.reason)
             for one in self.inside()
-            if one.broken_reason is not None
+            if (broken := one.epoch_state.broken) is not None
         ]
 
     def events(self, now: float) -> list[WorldEvent]:

@@ -439,9 +439,7 @@ class WorldReconciler:
         self._update_standby()
         self._apply(actions, now)
         self._raise_epoch(self._min_epoch, now)
-        inside = collected.inside()
-        pauses = [one.pause for one in inside if one.pause is not None]
-        self._world = self._formed.resume_pause(pauses, self._world, now)
+        self._world = self._formed.resume_pause(collected.inside(), self._world, now)
         wishes = [one.size_request for one in reports if one.size_request is not None]
         if wishes:
             self._size_request = max(wishes, key=lambda wish: wish.number)

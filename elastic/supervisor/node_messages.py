@@ -7,7 +7,6 @@ import msgspec
 from elastic.control.control_messages import (
     ExitReason,
     NodeStatus,
-    PauseOrder,
     RankDesired,
     RankFailure,
     RankPhase,
@@ -16,7 +15,7 @@ from elastic.control.control_messages import (
     WorldSpec,
 )
 from elastic.control.control_plane import RankAssignment, RankProgress
-from elastic.control.epoch_state import common_checkpoint, common_step
+from elastic.control.epoch_state import EpochMessage, common_checkpoint, common_step
 from elastic.supervisor.node_state import NodeState
 
 replace = msgspec.structs.replace
@@ -64,8 +63,7 @@ def _desired_without_faults(state: NodeState, token: str, now: float) -> RankDes
     return RankDesired(
         acknowledged,
         assignment,
-        state.epoch_state.notice(now),
-        state.epoch_state.target,
+        EpochMessage.of(state.epoch_state, now),
         coordinator_unreachable=state.coordinator_unreachable,
         standby=state.standby,
     )
@@ -93,8 +91,7 @@ def node_status(state: NodeState, now: float) -> NodeStatus:
         spares=len(state.warm_spares(now)),
         world=state.world,
         newest_world=_newer_world(state.newest_world, state.world),
-        broken_reason=None if current.broken is None else current.broken.reason,
-        pause=PauseOrder.of(current, now),
+        epoch_state=EpochMessage.of(current, now),
         size_request=state.size_request,
         ready=bool(assigned) and all(process.is_ready for process in assigned),
         paused=common_step(status.paused for status in inside) if is_complete else None,
@@ -162,9 +159,7 @@ def _reported_fault(status: RankStatus, *, broken: bool) -> str | None:
 
 def comparable_rank_desired(desired: RankDesired) -> RankDesired:
     """Return the message without values that change with time, for comparison."""
-    if desired.notice is None or desired.notice.deadline_s is None:
-        return desired
-    return replace(desired, notice=replace(desired.notice, deadline_s=0.0))
+    return replace(desired, epoch_state=desired.epoch_state.without_times())
 
 
 def comparable_node_status(status: NodeStatus) -> NodeStatus:
@@ -177,5 +172,5 @@ def comparable_node_status(status: NodeStatus) -> NodeStatus:
         ),
         silent_s=(),
         drain_within_s=None if status.drain_within_s is None else 0.0,
-        pause=None if status.pause is None else replace(status.pause, within_s=0.0),
+        epoch_state=status.epoch_state.without_times(),
     )

@@ -390,18 +390,17 @@ class NodeState:
 
     def _apply_change(self, orders: NodeDesired, now: float) -> None:
         """Apply the coordinator's change of this node's epoch."""
-        if orders.broken_reason is not None:
-            until = None if orders.broken_s is None else now + orders.broken_s
+        ordered = orders.epoch_state.received(now)
+        if ordered.broken is not None and orders.epoch_state.broken is not None:
             if not self.epoch_state.is_broken:
-                self.leave_world_s = orders.broken_s or 0.0
-            self.epoch_state = self.epoch_state.change(NoticeKind.RESTART, orders.broken_reason, until)
+                self.leave_world_s = orders.epoch_state.broken.within_s or 0.0
+            self.epoch_state = self.epoch_state.change(NoticeKind.RESTART, ordered.reason, ordered.broken.until)
             for process in self.rank_processes():
                 process.formed_epoch = process.assigned_epoch  # ranks that still wait for the store never entered it
-        pause, target = orders.pause, orders.pause_target
-        if pause is not None and pause.epoch == self.epoch_state.epoch:
-            self.epoch_state = replace(self.epoch_state, pause=pause.change(now))
-        if target is not None:
-            self.epoch_state = replace(self.epoch_state, target=target)
+        if ordered.pause is not None and ordered.epoch == self.epoch_state.epoch:
+            self.epoch_state = replace(self.epoch_state, pause=ordered.pause)
+        if ordered.target is not None:
+            self.epoch_state = replace(self.epoch_state, target=ordered.target)
 
     def _assign_ranks(self, formed: WorldSpec) -> None:
         if formed.store and not self.epoch_state.is_broken:

@@ -28,6 +28,7 @@ import msgspec
 from elastic.control.control_messages import NodeCodec, NodeStatus
 from elastic.control.control_plane import RankProgress
 from elastic.control.coordinator_client import connect_to_coordinator
+from elastic.control.epoch_state import EpochMessage
 from elastic.launcher import CoordinatorSpec, child_environ, spec_command
 from elastic.world.scaling_policy import ScalingPolicy
 from peerstore.daemon_process import raise_open_file_limit
@@ -98,7 +99,7 @@ class SimulatedSupervisor:
 
     @property
     def is_inside(self) -> bool:
-        return self.status.world is not None and self.status.broken_reason is None
+        return self.status.world is not None and self.status.epoch_state.broken is None
 
     def connected(self, sock: socket.socket) -> None:
         self.sock, self.unsent, self.end = sock, b"", NodeCodec()
@@ -121,14 +122,15 @@ class SimulatedSupervisor:
     def receive(self, body: bytes) -> bool:
         """Apply a message of the coordinator, and return whether the status has changed."""
         desired, before = self.end.decode(body), self.status
+        was_broken = before.epoch_state.broken is not None
         formed = desired.world
         if formed is not None and formed is not before.world and formed.epoch > self.epoch:
-            self.status = msgspec.structs.replace(self.status, world=formed, broken_reason=None, ready=False)
-        elif desired.broken_reason is not None and before.broken_reason is None and formed is before.world:
-            self.status = msgspec.structs.replace(self.status, broken_reason=desired.broken_reason, ready=True)
+            self.status = msgspec.structs.replace(self.status, world=formed, epoch_state=EpochMessage(), ready=False)
+        elif desired.epoch_state.broken is not None and not was_broken and formed is before.world:
+            self.status = msgspec.structs.replace(self.status, epoch_state=desired.epoch_state, ready=True)
         if desired.coordinator != before.coordinator:
             self.status = msgspec.structs.replace(self.status, coordinator=desired.coordinator)
-        return before.world is not self.status.world or before.broken_reason != self.status.broken_reason
+        return before.world is not self.status.world or before.epoch_state != self.status.epoch_state
 
 
 class SupervisorCrowd:
@@ -345,7 +347,7 @@ def _lose_node(
             )
         for node in crowd.run_turn(time.monotonic() + 0.1):
             took_s = time.monotonic() - began
-            if node.name in unbroken and (node.status.broken_reason is not None or node.epoch > epoch):
+            if node.name in unbroken and (not node.is_inside or node.epoch > epoch):
                 unbroken.discard(node.name)
                 figures.broken_s.append(took_s)
             if node.name in unformed and node.epoch > epoch:

@@ -62,7 +62,8 @@ class SimulatedRank:
         )
 
     def apply_desired(self, hears: RankDesired) -> None:
-        place, notice = hears.assignment, hears.notice
+        place, state = hears.assignment, hears.epoch_state.received(0.0)
+        notice = state.notice(0.0)
         if hears.exit is not None:
             self.table.process_exited(self, "exit ordered")
         elif self.stand is RankPhase.READY:
@@ -79,8 +80,8 @@ class SimulatedRank:
         elif notice is not None:
             if self.paused is None:
                 self.paused = self.step
-            if hears.pause_target is not None:
-                self.step = self.sealed = hears.pause_target
+            if state.target is not None:
+                self.step = self.sealed = state.target
                 self.stand = RankPhase.READY
                 self.table.stopped_at_step(self)
 

@@ -16,11 +16,11 @@ from elastic.control.control_messages import (
     NodeCommand,
     NodeDesired,
     NodeStatus,
-    PauseOrder,
     RankFailure,
     WorldSpec,
 )
-from elastic.control.control_plane import RankProgress
+from elastic.control.control_plane import NoticeKind, RankProgress
+from elastic.control.epoch_state import ChangeMessage, EpochMessage
 from peerstore.errors import ProtocolError
 from tests.support.example_counts import examples
 
@@ -28,12 +28,14 @@ replace = msgspec.structs.replace
 encode = msgspec.msgpack.Encoder().encode
 
 WORLDS = st.builds(WorldSpec, st.integers(0, 3), st.sampled_from([("n0",), ("n0", "n8")]), st.just(0), st.just(""))
+SECONDS = st.none() | st.just(5.0)
+CHANGES = st.none() | st.builds(ChangeMessage, st.sampled_from(NoticeKind), st.just("a change"), SECONDS)
+EPOCHS = st.builds(EpochMessage, st.integers(-1, 3), CHANGES, CHANGES, st.none() | st.integers(-1, 9))
 REPORTS = st.fixed_dictionaries(
     {},
     optional={
         "spawn_count": st.integers(0, 3),
-        "broken_reason": st.none() | st.just("a fault"),
-        "pause": st.none() | st.builds(PauseOrder, st.integers(0, 3), st.just("resized"), st.just(5.0)),
+        "epoch_state": EPOCHS,
         "ready": st.booleans(),
         "sealed": st.none() | st.integers(-1, 3),
         "exited_ranks": st.just(()) | st.tuples(st.builds(RankFailure, st.integers(0, 1), st.just("it was killed"))),
@@ -47,8 +49,7 @@ ORDERS = st.fixed_dictionaries(
     optional={
         "acknowledged": st.integers(0, 9),
         "world": st.none() | WORLDS,
-        "broken_reason": st.none() | st.just("a fault"),
-        "pause_target": st.none() | st.integers(-1, 9),
+        "epoch_state": EPOCHS,
         "commands": st.just(()) | st.tuples(st.builds(NodeCommand, st.integers(1, 9), st.sampled_from(CommandKind))),
         "superseded": st.booleans(),
     },

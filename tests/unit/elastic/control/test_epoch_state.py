@@ -11,7 +11,14 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from elastic.control.control_plane import ControlNotice, NoticeKind
-from elastic.control.epoch_state import BrokenCallbacks, EpochState, common_checkpoint, common_step
+from elastic.control.epoch_state import (
+    BrokenCallbacks,
+    EpochChange,
+    EpochMessage,
+    EpochState,
+    common_checkpoint,
+    common_step,
+)
 from elastic.world.world_state import SealedStep
 from tests.support.local_nodes import wait_until
 
@@ -131,3 +138,24 @@ def test_callback_may_wait_for_its_owner():
         callbacks.add(abort, None)
         callbacks.run(FAULT)
     assert called.wait(60)
+
+
+CHANGES = st.none() | st.tuples(
+    st.sampled_from([NoticeKind.RESIZE, NoticeKind.STOP, NoticeKind.RESTART]), st.none() | st.integers(0, 9)
+)
+
+
+@given(st.integers(-1, 9), CHANGES, CHANGES, st.none() | st.integers(-1, 9), st.integers(0, 9), st.integers(0, 1000))
+def test_message_keeps_the_state_on_another_clock(epoch, broken, pause, target, now, received_at):
+    def on_clock(change, shift):
+        if change is None:
+            return None
+        kind, until = change
+        return EpochChange(kind, "a change", None if until is None else max(until, now) + shift)
+
+    sent, found = (
+        EpochState(epoch, on_clock(broken, shift), on_clock(pause, shift), target) for shift in (0, received_at - now)
+    )
+    message = EpochMessage.of(sent, now)
+    assert message.received(received_at) == found
+    assert message.without_times() == EpochMessage.of(sent, now + 5).without_times()

@@ -17,7 +17,8 @@ from elastic.control.control_messages import (
     RankStatus,
     SupervisorEndpoint,
 )
-from elastic.control.control_plane import ControlNotice, Dismissed, NoticeKind, RankAssignment, RankProgress
+from elastic.control.control_plane import Dismissed, NoticeKind, RankAssignment, RankProgress
+from elastic.control.epoch_state import ChangeMessage, EpochMessage
 from elastic.control.supervisor_client import SupervisorClient
 from elastic.errors import ControlDeadlineError, JobFailedError, StaleEpochError
 from tests.support.control_planes import PATIENCE_S, start_all
@@ -26,7 +27,7 @@ from tests.support.raw_messages import receive_message, send_message
 PLACE = RankAssignment(
     epoch=0, rank=0, world_size=1, local_rank=0, local_world_size=1, node_rank=0, node_count=1, store="nowhere:1"
 )
-STOP = ControlNotice(0, NoticeKind.STOP, "enough")
+STOP = ChangeMessage(NoticeKind.STOP, "enough")
 
 
 @contextlib.contextmanager
@@ -41,7 +42,7 @@ def supervised(tmp_path, over):
             with line, contextlib.suppress(BrokenPipeError):  # the rank has exited and waits for no answer
                 assert receive_message(line, RankHello).token == "token"
                 while (says := receive_message(line, RankStatus)) is not None:
-                    hears = RankDesired(says.number, PLACE, STOP, 4)
+                    hears = RankDesired(says.number, PLACE, EpochMessage(PLACE.epoch, pause=STOP, target=4))
                     if says.sealed is not None or (over is ExitReason.JOB_FAILED and says.phase is RankPhase.IN_WORLD):
                         hears = RankDesired(says.number, exit=over, reason="the end")
                     send_message(line, hears)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import msgspec
 
-from elastic.control.control_messages import NodeStatus, PauseOrder, WorldSpec
+from elastic.control.control_messages import NodeStatus, WorldSpec
 from elastic.control.control_plane import NoticeKind, RankProgress
-from elastic.control.epoch_state import EpochChange, EpochState
+from elastic.control.epoch_state import ChangeMessage, EpochChange, EpochMessage, EpochState
 from elastic.coordinator.formed_world import FormedWorld, StorePlacement
 from elastic.coordinator.node_liveness import NodeLiveness
 from elastic.rendezvous.store_servers import ROOTLESS
@@ -103,8 +103,9 @@ def test_lagging_ranks_are_lost_after_the_deadline_of_a_pause():
 def test_pause_that_some_ranks_received_is_resumed_for_all():
     newest, world = formed(), WorldState(nproc=1, epoch=3, phase=WorldPhase.RUNNING, next_tick_s=50.0)
     assert newest.resume_pause([], world, 10.0) is world
-    orders = [PauseOrder(3, "resized", 5.0), PauseOrder(3, "stopped", 8.0, stop=True)]
-    resumed = newest.resume_pause(orders, world, 10.0)
+    changes = [ChangeMessage(NoticeKind.RESIZE, "resized", 5.0), ChangeMessage(NoticeKind.STOP, "stopped", 8.0)]
+    reports = [status(f"n{place}", epoch_state=EpochMessage(3, pause=one)) for place, one in enumerate(changes)]
+    resumed = newest.resume_pause([*reports, status("n2")], world, 10.0)
     assert newest.epoch_state.pause == EpochChange(NoticeKind.STOP, "stopped", 18.0)
     assert (resumed.phase, resumed.stopping, resumed.next_tick_s) == (WorldPhase.PAUSING, True, 18.0)
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from elastic.control.control_messages import NodeStatus, RankFailure, WorldRecord, WorldSpec
+from elastic.control.control_plane import NoticeKind
+from elastic.control.epoch_state import ChangeMessage, EpochMessage
 from elastic.coordinator.node_liveness import NodeRecord
 from elastic.coordinator.rejoin import CollectedReports, HolderWait, Rejoin
 from elastic.world.scaling_policy import ScalingPolicy
@@ -51,7 +53,8 @@ def test_newer_world_without_its_nodes_is_waited_for_longer(caplog):
 
 
 def test_collected_reports_become_events_without_a_second_join():
-    broken = status("n0", world=WORLD, ready=True, broken_reason="lost", exited_ranks=(RankFailure(0, "killed"),))
+    lost = EpochMessage(3, broken=ChangeMessage(NoticeKind.RESTART, "lost"))
+    broken = status("n0", world=WORLD, ready=True, epoch_state=lost, exited_ranks=(RankFailure(0, "killed"),))
     collected = CollectedReports([broken, status("n1", world=WORLD)], WORLD, None)
     assert collected.faults() == [RankFault("n0", 1, 3, 0, "lost")]
     assert [type(event) for event in collected.events(0.0)] == [RankLost, NodeReady]

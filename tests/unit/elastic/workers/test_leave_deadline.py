@@ -131,6 +131,6 @@ def test_ranks_receive_the_time_left_to_leave_a_broken_world():
             rank.apply_desired = given.append
     table.fault(0)
     table.run_without_faults(2)
-    left_s = [one.notice.deadline_s for one in given if one.notice is not None]
+    left_s = [one.epoch_state.broken.within_s for one in given if one.epoch_state.broken is not None]
     assert left_s
     assert all(0 < one <= table.desk.snapshot().settings.policy.abort_limit_s for one in left_s)
