@@ -194,6 +194,7 @@ def run_command(screen: ElasticScreen, /, script: str, args: tuple[str, ...], **
             grace_s=options["grace"],
             event_log=str(settings.event_log_directory(logs)),
             generated_secret=secret is None,
+            shared_agent_node="" if _agent_directory(place, first, options) else first,
         )
         place.end_file.unlink(missing_ok=True)
         if leads:  # another node of this machine may start after the coordinator has written its address
@@ -253,7 +254,7 @@ def join_command(screen: ElasticScreen, /, job: str | None, node: str, **options
             place,
             record,
             name,
-            {**options, "node": "", "simulate_nodes": 2, "coordinator": "", "coordinator_here": False, "listen": ""},
+            {**options, "node": name, "simulate_nodes": 2, "coordinator": "", "coordinator_here": False, "listen": ""},
         )
         if not is_leader_url(record.coordinator):
             task = msgspec.structs.replace(task, joined_run=str(place.root))
@@ -485,7 +486,7 @@ def _supervisor_spec(place: RunDirectory, record: LocalRun, name: str, options: 
         mine |= settings.gloo_on(interface)
     if options["node"] and not settings.has_agent_name():
         mine["TIEREDCKPT_AGENT_NODE"] = name
-    if memory := _agent_directory(place, name, options):
+    if name != record.shared_agent_node and (memory := _agent_directory(place, name, options)):
         mine |= _own_agent(memory)
         if is_loopback_host(host) and not settings.has_agent_address():
             mine["TIEREDCKPT_AGENT_PEERS"] = join_address(host, 0)

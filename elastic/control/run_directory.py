@@ -49,6 +49,8 @@ class LocalRun(msgspec.Struct, frozen=True):
     event_log: str = ""
     generated_secret: bool = False
     """Whether this run generated its secret, so that the next run has another one."""
+    shared_agent_node: str = ""
+    """Node that uses the machine's shared agent, now and when it joins again; "" if none does."""
 
 
 class LastRun(msgspec.Struct, frozen=True):

@@ -42,6 +42,9 @@ def train(world):
             state["w"] += 1
             state["step"] = step
             ckpt.save(state, step).wait()
+            if step == stop_after and "KILLS_SUPERVISOR" in os.environ:
+                os.kill(os.getppid(), signal.SIGKILL)
+                signal.pause()
             if step == stop_after:
                 os.kill(launcher(), signal.SIGTERM)
 
@@ -157,3 +160,31 @@ def test_agent_directory_without_steps_does_not_hide_the_shared_agent(elastic_ru
     finally:
         idle.shut_down()
     assert (done.returncode, restored) == (0, [f"{stopped.step} {stopped.step + 1}"]), done.stderr
+
+
+def test_joined_node_resumes_from_the_agent_that_it_used(elastic_run, tmp_path):
+    """The supervisor of the only node is killed, and the node joins again by hand."""
+    environ, told = os.environ | {"ELASTIC_RUN_DIRECTORY": str(tmp_path / "run")}, tmp_path / "restored"
+    words = ("--job", "lost", "--node", "n0", "--shrink-after", "200", "train.py", "12", "6", str(told))
+    elastic = [sys.executable, "-m", "elastic"]
+    with subprocess.Popen(
+        [*elastic, "run", *words],
+        env=environ | {"KILLS_SUPERVISOR": "1"},
+        cwd=tmp_path,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as run:
+        for line in run.stderr:
+            if "supervisor of node n0 is gone" in line:
+                break
+        joined = subprocess.run(
+            [*elastic, "join", "lost", "--node", "n0"],
+            env=environ,
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        output = run.stderr.read()
+    assert (joined.returncode, run.returncode) == (0, 0), joined.stderr + output
+    assert told.read_text().split("\n")[:-1] == ["-1 0", "6 7"]
