@@ -12,7 +12,6 @@ from functools import partial
 import msgspec
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.planner import SavePlanner
 
 from peerstore.errors import PeerStoreError
 from peerstore.message_codec import from_json
@@ -27,7 +26,7 @@ from tieredckpt.live.boundary_recorder import BoundaryRecorder
 from tieredckpt.session.agent_discovery import join_peer_agents, join_standby_nodes
 from tieredckpt.session.save_job import SaveJob, SaveOptions
 from tieredckpt.session.session import Session
-from tieredckpt.settings import Settings, override_settings
+from tieredckpt.settings import Settings
 from tieredckpt.tensors.state_dict import StateDict
 
 log = logging.getLogger(__name__)
@@ -202,20 +201,7 @@ class CheckpointSaver:
             replication = describe_replication(found)
             log.warning("step %d of %s has %s after %.0f s", saved.step, self._job, replication, timeout_s)
 
-    def save_survivor_step(self, planner: SavePlanner, step: int) -> None:
-        """Save the survivors' state as ``step`` with the planners of all ranks, and report it as complete."""
-        self._require_all_ready()
-        self.join()
-        self._session().loads.rewind_to(step)  # the job leaves the branch of later sealed steps
-        # New nodes do not know the durable tier, so their parts of the step would be missing there.
-        settings = override_settings(self._settings, durable={"url": ""})
-        writer = TieredWriter(self._job, step, finite=self._wants_finite, settings=settings)
-        self._ranks.call_dcp(dcp.save, {}, storage_writer=writer, planner=planner)
-        if writer.record is None:
-            raise writer.error or SaveFailedError(f"step {step} of {self._job} left no shard")
-        self._session().commits.report_complete(writer.record.key.version_id)
-
-    def _require_all_ready(self, names: str = "", step: int | None = None) -> None:
+    def _require_all_ready(self, names: str, step: int) -> None:
         """Raise on all ranks before a collective if any rank cannot take part, so that none waits for it.
 
         ``names``: a digest of the names in this rank's state. If it is the same on all ranks, each rank knows all
@@ -227,8 +213,7 @@ class CheckpointSaver:
             if self._joined:
                 self._queue.require_copies(self._session())
             self._session().newest_known_epoch()
-            if step is not None:
-                self._session().check_step_order(step)
+            self._session().check_step_order(step)
         except (TieredCheckpointError, PeerStoreError) as error:
             problem = f"rank {self._ranks.rank}: {error}"
         answers = [text.partition(" ") for text in self._ranks.all_gather(f"{names} {problem}")]

@@ -8,6 +8,7 @@ world finds it as the newest complete step.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import io
 import logging
@@ -19,6 +20,7 @@ from typing import Any
 
 import msgspec
 import torch
+import torch.distributed.checkpoint as dcp
 import xxhash
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
@@ -27,8 +29,9 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemT
 from peerstore.errors import PeerStoreError
 from peerstore.failpoints import failpoint
 from peerstore.message_codec import from_msgpack
-from tieredckpt.checkpointer.checkpointer import Checkpointer
-from tieredckpt.errors import CheckpointDamagedError, TieredCheckpointError
+from tieredckpt.dcp.rank_group import RankGroup
+from tieredckpt.dcp.tiered_writer import TieredWriter
+from tieredckpt.errors import CheckpointDamagedError, SaveFailedError, TieredCheckpointError
 from tieredckpt.live.survivor_choice import (
     ContentDigest,
     HeldSlice,
@@ -48,6 +51,8 @@ from tieredckpt.live.survivor_choice import (
 )
 from tieredckpt.live.survivor_state import Hydration, RetainedState, SurvivorState
 from tieredckpt.restore.fingerprint import can_be_fingerprinted, fingerprints_by_device
+from tieredckpt.session.agent_discovery import join_peer_agents
+from tieredckpt.session.session import Session, open_session
 from tieredckpt.settings import Settings, load_settings, override_settings
 from tieredckpt.tensors.plain_tensors import dtype_name
 from tieredckpt.tensors.state_dict import archive_object
@@ -149,20 +154,20 @@ def _hydrate(
         exchange.send(f"{job}/peer", {**dataclasses.asdict(retained.settings.peer), "secret": ""})
     settings = _settings_for(retained, exchange.receive(f"{job}/peer", dict[str, Any]))
     try:
-        with Checkpointer(f"tiered://{job}", settings=settings, on_sigterm="ignore") as ckpt:
-            ckpt._saver.join(restoring=True)
+        with contextlib.closing(RankGroup(None)) as ranks:
+            session = ranks.call_on_all(lambda: open_session(job, settings))
+            ranks.call_on_all(lambda: join_peer_agents(session, restoring=True))
             choose = None
             if exchange.rank == chooser:
                 coverages = exchange.receive_all([f"{job}/{rank}" for rank in reporters], SurvivorCoverage)
-                choose = partial(_choose, job_holdings, coverages, *_required_names(ckpt))
+                choose = partial(_choose, job_holdings, coverages, *_required_names(session))
             choice = _agree_on_choice(exchange, job, job_holdings, retained, choose)
             if choice.why:
                 return Hydration(job, "snapshot", -1, job_holdings.reached, choice.why)
             failpoint("live.chosen")
             held = job_holdings.holdings.get(exchange.rank)
-            ckpt._saver.save_survivor_step(
-                _Planner(retained if held is not None and held.step == choice.step else None), choice.step
-            )
+            planner = _Planner(retained if held is not None and held.step == choice.step else None)
+            _save(ranks, session, settings, planner, choice.step)
             return Hydration(job, "live", choice.step, job_holdings.reached)
     except (TieredCheckpointError, PeerStoreError, CheckpointException) as error:
         # These calls fail on all ranks together, so no rank waits for another one.
@@ -210,9 +215,8 @@ def _choose(
     )
 
 
-def _required_names(ckpt: Checkpointer) -> tuple[RequiredNames | None, str]:
+def _required_names(session: Session) -> tuple[RequiredNames | None, str]:
     """Return the names in the newest complete step, or ``None`` and the error that hides them, if any."""
-    session = ckpt.session
     try:
         loadable = session.choose_step(session.list_steps(fresh=True)).loadable
         if not loadable:
@@ -222,6 +226,20 @@ def _required_names(ckpt: Checkpointer) -> tuple[RequiredNames | None, str]:
     except (TieredCheckpointError, PeerStoreError) as error:
         return None, str(error)
     return RequiredNames(newest.version, frozenset(found.names), frozenset(found.objects)), ""
+
+
+def _save(ranks: RankGroup, session: Session, settings: Settings, planner: _Planner, step: int) -> None:
+    """Save the survivors' state as ``step`` with the planners of all ranks, and report it as complete."""
+    ranks.call_on_all(session.newest_known_epoch)
+    ranks.call_on_all(lambda: join_peer_agents(session))
+    session.loads.rewind_to(step)  # the job leaves the branch of later sealed steps
+    # New nodes do not know the durable tier, so their parts of the step would be missing there.
+    in_memory = override_settings(settings, durable={"url": ""})
+    writer = TieredWriter(session.job, step, finite=settings.memory.nonfinite == "refuse", settings=in_memory)
+    ranks.call_dcp(dcp.save, {}, storage_writer=writer, planner=planner)
+    if writer.record is None:
+        raise writer.error or SaveFailedError(f"step {step} of {session.job} left no shard")
+    session.commits.report_complete(writer.record.key.version_id)
 
 
 def _settings_for(retained: RetainedState | None, peer: Mapping[str, Any]) -> Settings:

@@ -10,7 +10,6 @@ from elastic.workers.in_process_restart import reset_process_state
 from tests.support.oldest_torch import worlds_that_end
 from tieredckpt import Checkpointer, SaveFailedError
 from tieredckpt.agent.node_step_reader import NodeStepReader
-from tieredckpt.checkpointer.checkpoint_saver import CheckpointSaver
 from tieredckpt.checkpointer.hydrate_from_survivors import hydrate_from_survivors
 from tieredckpt.checkpointer.progress_hook import expect_reached_step
 from tieredckpt.event_log.event_types import RestoreEvent
@@ -267,7 +266,7 @@ def test_snapshot_is_used_when_saving_survivor_state_fails(job, monkeypatch, cap
     def full(*_args):
         raise SaveFailedError("there is no room")
 
-    monkeypatch.setattr(CheckpointSaver, "save_survivor_step", full)
+    monkeypatch.setattr("tieredckpt.checkpointer.hydrate_from_survivors._save", full)
     found = job.enter()
     assert (said(found), found.failed, job.first) == (("snapshot", -1, 8), True, 6)
     assert any("the save of the survivors' state failed: there is no room" in one.message for one in caplog.records)
