@@ -78,7 +78,7 @@ class Agent:
         stopped = msgspec.msgpack.encode(StoppedStep(1, 1))
         status = SimpleNamespace(jobs=[SimpleNamespace(job="job", versions=1, clients=0)])
         self.store = SimpleNamespace(blobs=SimpleNamespace(get=lambda *_: stopped), status=lambda: status)
-        self.steps = SimpleNamespace(describe=lambda _, version_id: version_id)
+        self.steps = SimpleNamespace(names=lambda *_: SimpleNamespace(names=(), objects=()))
 
     def list_steps(self, *_: object, **__: object) -> StepInventory:
         return self.inventory
@@ -116,9 +116,7 @@ def listed_files(session: SimpleNamespace) -> list[int]:
 
 
 def required_by_survivors(session: SimpleNamespace) -> int:
-    step = SimpleNamespace(tensors=(), objects=())
-    with mock.patch.object(hydrate_from_survivors, "StepIndex", return_value=step):
-        names = hydrate_from_survivors._required_names(SimpleNamespace(session=session))
+    names, _ = hydrate_from_survivors._required_names(session)
     return -1 if names is None else names.step
 
 
