@@ -20,6 +20,7 @@ from typing import Any
 
 import msgspec
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import xxhash
 from torch.distributed.checkpoint.api import CheckpointException
@@ -154,7 +155,7 @@ def _hydrate(
         exchange.send(f"{job}/peer", {**dataclasses.asdict(retained.settings.peer), "secret": ""})
     settings = _settings_for(retained, exchange.receive(f"{job}/peer", dict[str, Any]))
     try:
-        with contextlib.closing(RankGroup(None)) as ranks:
+        with contextlib.closing(_ranks_before_training()) as ranks:
             session = ranks.call_on_all(lambda: open_session(job, settings))
             ranks.call_on_all(lambda: join_peer_agents(session, restoring=True))
             choose = None
@@ -174,6 +175,18 @@ def _hydrate(
         return Hydration(
             job, "snapshot", -1, job_holdings.reached, f"the save of the survivors' state failed: {error}", failed=True
         )
+
+
+def _ranks_before_training() -> RankGroup:
+    """Return the ranks, on the world's own group if it has a backend for the CPU.
+
+    No training uses that group yet. A new one would cost more than all messages here.
+    """
+    world = dist.group.WORLD
+    with contextlib.suppress(RuntimeError):  # no backend for the CPU
+        if world is not None and world._get_backend(torch.device("cpu")) is not None:
+            return RankGroup(world)
+    return RankGroup(None)
 
 
 def _agree_on_choice(
