@@ -178,13 +178,14 @@ def _hydrate(
 
 
 def _ranks_before_training() -> RankGroup:
-    """Return the ranks, on the world's own group if it has a backend for the CPU.
+    """Return the ranks, on the world's own group if its backend for the CPU is gloo.
 
-    No training uses that group yet. A new one would cost more than all messages here.
+    No training uses that group yet, and a new one would cost more than all messages here. Aborted collectives of other
+    backends may end without an error.
     """
     world = dist.group.WORLD
     with contextlib.suppress(RuntimeError):  # no backend for the CPU
-        if world is not None and world._get_backend(torch.device("cpu")) is not None:
+        if world is not None and world._get_backend(torch.device("cpu")).name() == "gloo":
             return RankGroup(world)
     return RankGroup(None)
 

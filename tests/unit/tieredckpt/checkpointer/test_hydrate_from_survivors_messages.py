@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import zlib
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -109,3 +111,17 @@ def test_replicas_are_not_read_beside_a_checkpoint_of_their_step(monkeypatch):
     monkeypatch.setattr(hydrate_from_survivors, "_content_digest", lambda _: pytest.fail("tensors were read"))
     choice = SurvivorChoice(why="step 7 is a complete checkpoint")
     assert agreed_choice([torch.zeros(3), torch.zeros(3)], newest=7) == [choice] * 2
+
+
+@pytest.mark.parametrize("backend", ["gloo", "cpu:gloo", "silent"])
+def test_only_a_gloo_group_of_the_world_is_used(backend, monkeypatch):
+    """Aborted collectives of other backends may end without an error."""
+    dist.init_process_group("gloo" if backend == "silent" else backend, store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        if backend == "silent":
+            other = SimpleNamespace(_get_backend=lambda _: SimpleNamespace(name=lambda: "silent"))
+            monkeypatch.setattr(hydrate_from_survivors.dist, "group", SimpleNamespace(WORLD=other))
+        with contextlib.closing(hydrate_from_survivors._ranks_before_training()) as ranks:
+            assert (ranks._own_group is None) == (backend != "silent")
+    finally:
+        dist.destroy_process_group()
