@@ -142,7 +142,8 @@ def show_job_status(out: Console, answer: ElasticJobStatus) -> None:
         f"[bold]{escape(answer.job)}[/] {answer.phase.value}, epoch {answer.epoch}, {ranks} ranks{escape(reason)}"
     )
     if answer.pause is not None:
-        out.print(f"stopping at a common step, {answer.pause.within_s:.0f} s left: {escape(answer.pause.reason)}")
+        left = "" if answer.pause.within_s is None else f", {answer.pause.within_s:.0f} s left"
+        out.print(f"stopping at a common step{left}: {escape(answer.pause.reason)}")
     if answer.requested_nodes:
         out.print(f"{answer.requested_nodes} nodes more could be used")
     rows = [

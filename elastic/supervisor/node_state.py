@@ -390,11 +390,11 @@ class NodeState:
 
     def _apply_change(self, orders: NodeDesired, now: float) -> None:
         """Apply the coordinator's change of this node's epoch."""
-        ordered = orders.epoch_state.received(now)
-        if ordered.broken is not None and orders.epoch_state.broken is not None:
+        broken, ordered = orders.epoch_state.broken, orders.epoch_state.received(now)
+        if broken is not None:
             if not self.epoch_state.is_broken:
-                self.leave_world_s = orders.epoch_state.broken.within_s or 0.0
-            self.epoch_state = self.epoch_state.change(NoticeKind.RESTART, ordered.reason, ordered.broken.until)
+                self.leave_world_s = broken.within_s or 0.0
+            self.epoch_state = self.epoch_state.change(NoticeKind.RESTART, broken.reason, broken.received(now).until)
             for process in self.rank_processes():
                 process.formed_epoch = process.assigned_epoch  # ranks that still wait for the store never entered it
         if ordered.pause is not None and ordered.epoch == self.epoch_state.epoch:
