@@ -61,15 +61,14 @@ class RankPlan:
     def global_batch(self) -> int:
         return self.batch_plan.global_batch
 
-    def slices(self, samples: int) -> list[tuple[int, int]]:
-        """Return the first sample and the size of each of its microbatches in a batch of ``samples``.
+    def microbatches_of(self, samples: int) -> tuple[PlannedMicrobatch, ...]:
+        """Return its microbatches in a batch of ``samples``.
 
         A shorter batch than the global one, at the end of an epoch, may be too small for all ranks.
         """
-        own = self
-        if samples != self.global_batch:
-            own = replace(self.batch_plan, global_batch=samples, allow_idle=True).for_rank(self.rank)
-        return [(one.first, one.samples) for one in own.microbatches]
+        if samples == self.global_batch:
+            return self.microbatches
+        return replace(self.batch_plan, global_batch=samples, allow_idle=True).for_rank(self.rank).microbatches
 
 
 @dataclass(frozen=True)

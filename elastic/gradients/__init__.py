@@ -5,7 +5,7 @@
     exact_gradients ──> ddp_reducer (DDP), fsdp_reducer (FSDP2, HSDP) ──> reduction
 """
 
-from elastic.gradients.exact_gradients import ExactGradients, MicrobatchPass, StepTotal
-from elastic.gradients.reduction import MicrobatchShare
+from elastic.gradients.exact_gradients import ExactGradients, StepTotal
+from elastic.gradients.reduction import MicrobatchPass, MicrobatchShare
 
 __all__ = ["ExactGradients", "MicrobatchPass", "MicrobatchShare", "StepTotal"]

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from elastic.gradients.reduction import MicrobatchShare, MicrobatchSlot
+from elastic.gradients.reduction import MicrobatchPass, MicrobatchShare
 
 
 class DDPReducer:
@@ -34,11 +34,11 @@ class DDPReducer:
         for parameter in self.parameters:
             parameter.grad = None
 
-    def before_forward(self, slot: MicrobatchSlot, pass_index: int) -> None:
-        self._sums.empty = slot.id is None
-        self._module.require_backward_grad_sync = slot.is_last  # as no_sync() does, but over a loop's body
+    def before_forward(self, microbatch: MicrobatchPass, number: int) -> None:
+        self._sums.empty = microbatch.is_empty
+        self._module.require_backward_grad_sync = microbatch.is_last  # as no_sync() does, but over a loop's body
 
-    def after_backward(self, slot: MicrobatchSlot) -> None:
+    def after_backward(self, microbatch: MicrobatchPass) -> None:
         """Do nothing: DDP's hook has reduced the gradients."""
 
     def has_gradient(self) -> list[bool]:

@@ -25,8 +25,8 @@ from elastic.batch_scaling.batch_plan import RankPlan
 from elastic.errors import NonFiniteLossError, PolicyError
 from elastic.gradients.reduction import (
     GradientReducer,
+    MicrobatchPass,
     MicrobatchShare,
-    MicrobatchSlot,
     ReplicatedReducer,
     piece_bounds,
     tree_sum,
@@ -47,34 +47,6 @@ class StepTotal:
     @property
     def is_finite(self) -> bool:
         return math.isfinite(self.loss) and (self.norm is None or math.isfinite(self.norm))
-
-
-class MicrobatchPass:
-    """One forward and backward pass of this rank."""
-
-    def __init__(
-        self,
-        slot: MicrobatchSlot,
-        place: int,
-        done: Callable[[MicrobatchSlot, torch.Tensor, torch.Tensor | float], None],
-    ) -> None:
-        self.id = slot.compute_id
-        """Id of the microbatch to compute with."""
-        self.position = place
-        """Index of that microbatch among this rank's own microbatches."""
-        self.is_empty = slot.id is None
-        """Whether the pass has no weight: it only matches the collectives of ranks with more microbatches."""
-        self.finished = False
-        self._slot = slot
-        self._record_pass = done
-
-    def backward(self, loss: torch.Tensor, *, weight: torch.Tensor | float) -> None:
-        """Run the backward pass. ``loss`` is a sum, not a mean, over ``weight`` samples or tokens."""
-        if self.finished:
-            raise PolicyError(f"backward was called twice for microbatch {self.id}")
-        torch.autograd.backward([loss], [torch.zeros_like(loss)] if self.is_empty else None)
-        self._record_pass(self._slot, loss.detach(), weight)
-        self.finished = True
 
 
 class FiniteCheck(Protocol):
@@ -162,13 +134,12 @@ class ExactGradients:
         self._losses_by_id: dict[int, tuple[torch.Tensor, torch.Tensor | float]] = {}
         for part in self._reducers:
             part.begin_step(share)
-        for pass_index, slot in enumerate(share.slots(max(part.required_passes for part in self._reducers))):
+        least = max(part.required_passes for part in self._reducers)
+        for number, microbatch in enumerate(share.passes(least, self._record_pass)):
             for part in self._reducers:
-                part.before_forward(slot, pass_index)
-            place = share.own_ids.index(slot.compute_id) if share.own_ids else 0
-            microbatch = MicrobatchPass(slot, place, self._record_pass)
+                part.before_forward(microbatch, number)
             yield microbatch
-            if not microbatch.finished:
+            if not microbatch.is_finished:
                 raise PolicyError(f"microbatch {microbatch.id} was left without a backward")
 
     def finish(self, *, clip: float | None = None) -> StepTotal:
@@ -217,11 +188,11 @@ class ExactGradients:
                 for parameter in part.parameters:
                     parameter.grad = None
 
-    def _record_pass(self, slot: MicrobatchSlot, loss: torch.Tensor, weight: torch.Tensor | float) -> None:
-        if slot.id is not None:
-            self._losses_by_id[slot.id] = (loss, weight)
+    def _record_pass(self, microbatch: MicrobatchPass, loss: torch.Tensor, weight: torch.Tensor | float) -> None:
+        if not microbatch.is_empty:
+            self._losses_by_id[microbatch.id] = (loss, weight)
         for part in self._reducers:
-            part.after_backward(slot)
+            part.after_backward(microbatch)
 
     def _exchange(self, share: MicrobatchShare) -> tuple[list[float], list[float], list[bool]]:
         """Return losses and weights by microbatch, and whether each parameter has a gradient.
@@ -276,7 +247,7 @@ def _reducers(
             model.require_backward_grad_sync = False  # as no_sync() does, but over a loop's body
 
         return [
-            ReplicatedReducer(parameters, group, tree=True, dtype=dtype, prepare=disable_gradient_sync, least_turns=1)
+            ReplicatedReducer(parameters, group, tree=True, dtype=dtype, prepare=disable_gradient_sync, least_passes=1)
         ]
     sharded = [one for one in parameters if isinstance(one.data, DTensor)]
     plain = [one for one in parameters if not isinstance(one.data, DTensor)]

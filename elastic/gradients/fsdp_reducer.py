@@ -24,8 +24,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from elastic.errors import PolicyError
 from elastic.gradients.reduction import (
+    MicrobatchPass,
     MicrobatchShare,
-    MicrobatchSlot,
     PartialSums,
     add_in_place,
     complete_subtrees,
@@ -42,8 +42,8 @@ class PassState:
     """Current pass of the step, shared by all groups."""
 
     share: MicrobatchShare
-    slot: MicrobatchSlot
-    turns: int
+    microbatch: MicrobatchPass
+    passes: int
     number: int
 
 
@@ -99,16 +99,16 @@ class FSDPReducer:
         for scatter in self._scatters:
             scatter.begin(share)
 
-    def before_forward(self, slot: MicrobatchSlot, pass_index: int) -> None:
-        state = PassState(self._share, slot, self.required_passes, pass_index)
+    def before_forward(self, microbatch: MicrobatchPass, number: int) -> None:
+        state = PassState(self._share, microbatch, self.required_passes, number)
         for scatter in self._scatters:
             scatter.current_pass = state
         for module in self._modules:
-            module.set_requires_gradient_sync(self._reduce_every_microbatch or slot.is_last, recurse=False)
-            module.set_requires_all_reduce(slot.is_last, recurse=False)
+            module.set_requires_gradient_sync(self._reduce_every_microbatch or microbatch.is_last, recurse=False)
+            module.set_requires_all_reduce(microbatch.is_last, recurse=False)
 
-    def after_backward(self, slot: MicrobatchSlot) -> None:
-        if self._tree and not slot.is_last:
+    def after_backward(self, microbatch: MicrobatchPass) -> None:
+        if self._tree and not microbatch.is_last:
             self._clear_gradients()
 
     def has_gradient(self) -> list[bool]:
@@ -193,7 +193,7 @@ class SumReduceScatter:
         op: Any,
         async_op: bool = False,  # noqa: FBT002 - as FSDP2 calls it
     ) -> None:
-        if self.current_pass.slot.id is None:
+        if self.current_pass.microbatch.is_empty:
             input_tensor.zero_()
         reduce_scatter_sum(output_tensor, input_tensor, group)
 
@@ -233,13 +233,13 @@ class TreeReduceScatter(SumReduceScatter):
         dist.all_to_all_single(incoming, input_tensor, group=group)
         self._add_pieces(incoming.view(group.size(), -1))
         output_tensor.zero_()
-        if current.slot.is_last:
+        if current.microbatch.is_last:
             self._write_root(output_tensor)
 
     def _add_pieces(self, pieces: torch.Tensor) -> None:
         current = self.current_pass
         for rank, piece in zip(self._topology.replicas[self._topology.replica], pieces, strict=True):
-            id_ = current.share.id_of_pass(rank, current.number, current.turns)
+            id_ = current.share.id_of_pass(rank, current.number, current.passes)
             if id_ is not None:
                 self._partials.add_leaf(id_, piece.clone())
 

@@ -91,14 +91,30 @@ def tree_sum(values: Sequence[float]) -> float:
     return partials.root
 
 
-class MicrobatchSlot(NamedTuple):
-    """One forward and backward pass of a rank."""
+RecordPass = Callable[["MicrobatchPass", torch.Tensor, "torch.Tensor | float"], None]
 
-    id: int | None
-    """Id of the microbatch; ``None``: this rank only takes part in collectives."""
-    compute_id: int
-    """Id of the microbatch to compute with: ``id``, or any if that is ``None``."""
-    is_last: bool
+
+class MicrobatchPass:
+    """One forward and backward pass of this rank."""
+
+    def __init__(self, id: int, position: int, *, is_empty: bool, is_last: bool, record: RecordPass) -> None:  # noqa: A002
+        self.id = id
+        """Id of the microbatch to compute with."""
+        self.position = position
+        """Index of that microbatch among this rank's own microbatches."""
+        self.is_empty = is_empty
+        """Whether the pass has no weight: it only matches the collectives of ranks with more microbatches."""
+        self.is_last = is_last
+        self.is_finished = False
+        self._record = record
+
+    def backward(self, loss: torch.Tensor, *, weight: torch.Tensor | float) -> None:
+        """Run the backward pass. ``loss`` is a sum, not a mean, over ``weight`` samples or tokens."""
+        if self.is_finished:
+            raise PolicyError(f"backward was called twice for microbatch {self.id}")
+        torch.autograd.backward([loss], [torch.zeros_like(loss)] if self.is_empty else None)
+        self._record(self, loss.detach(), weight)
+        self.is_finished = True
 
 
 @dataclasses.dataclass(frozen=True)
@@ -157,23 +173,28 @@ class MicrobatchShare:
         """Largest number of microbatches of any rank."""
         return max(map(len, self.by_rank))
 
-    def id_of_pass(self, rank: int, turn: int, turns: int) -> int | None:
-        """Return the microbatch of ``rank`` in pass ``turn``; ``None`` for an empty pass.
+    def id_of_pass(self, rank: int, number: int, passes: int) -> int | None:
+        """Return the microbatch of ``rank`` in pass ``number``; ``None`` for an empty pass.
 
         Empty passes come first.
         """
         ids = self.by_rank[rank]
-        own = turn - (turns - len(ids))
-        return ids[own] if own >= 0 else None
+        position = number - (passes - len(ids))
+        return ids[position] if position >= 0 else None
 
-    def slots(self, turns: int) -> tuple[MicrobatchSlot, ...]:
-        """Return this rank's passes, at least one for each of its microbatches."""
-        turns = max(turns, len(self.own_ids))
-        ids = [self.id_of_pass(self.rank, turn, turns) for turn in range(turns)]
-        filler = self.own_ids[0] if self.own_ids else 0
-        return tuple(
-            MicrobatchSlot(id_, filler if id_ is None else id_, turn == turns - 1) for turn, id_ in enumerate(ids)
-        )
+    def passes(self, least: int, record: RecordPass) -> Iterator[MicrobatchPass]:
+        """Yield this rank's passes: at least ``least``, and at least one for each of its microbatches."""
+        ids = self.own_ids
+        empty = max(least - len(ids), 0)
+        for number in range(empty + len(ids)):
+            position = max(number - empty, 0)
+            yield MicrobatchPass(
+                ids[position] if ids else 0,
+                position,
+                is_empty=number < empty,
+                is_last=number == empty + len(ids) - 1,
+                record=record,
+            )
 
 
 TreeNodesByRank = Sequence[Sequence[TreeNode]]
@@ -240,8 +261,8 @@ class GradientReducer(Protocol):
 
     Every implementation guarantees:
 
-    - ``before_forward`` comes before the forward of a slot, ``after_backward`` follows its backward.
-    - After ``reduce`` each ``grad`` is the sum over all microbatches of all ranks divided by ``count``. Empty slots do
+    - ``before_forward`` comes before the forward of a pass, ``after_backward`` follows its backward.
+    - After ``reduce`` each ``grad`` is the sum over all microbatches of all ranks divided by ``count``. Empty passes do
       not contribute.
     - ``begin_step`` drops all state of the step before, even if that failed.
     - Collectives are the same on all ranks, in the same order.
@@ -253,9 +274,9 @@ class GradientReducer(Protocol):
 
     def begin_step(self, share: MicrobatchShare) -> None: ...
 
-    def before_forward(self, slot: MicrobatchSlot, pass_index: int) -> None: ...
+    def before_forward(self, microbatch: MicrobatchPass, number: int) -> None: ...
 
-    def after_backward(self, slot: MicrobatchSlot) -> None: ...
+    def after_backward(self, microbatch: MicrobatchPass) -> None: ...
 
     def reduce(self, count: float, used: list[bool]) -> None:
         """Sum the gradients over all ranks. ``used``: for each parameter, whether any rank had a gradient."""
@@ -285,10 +306,10 @@ class ReplicatedReducer:
         tree: bool,
         dtype: torch.dtype | None,
         prepare: Callable[[], object] = lambda: None,
-        least_turns: int = 0,
+        least_passes: int = 0,
     ) -> None:
         self.parameters = list(parameters)
-        self.required_passes = least_turns
+        self.required_passes = least_passes
         self._group = group
         self._tree = tree
         self._dtype = dtype
@@ -303,18 +324,18 @@ class ReplicatedReducer:
         ]  # FSDP2 on several ranks reports all of them
         _clear_gradients(self.parameters)
 
-    def before_forward(self, slot: MicrobatchSlot, pass_index: int) -> None:
+    def before_forward(self, microbatch: MicrobatchPass, number: int) -> None:
         self._prepare()
 
-    def after_backward(self, slot: MicrobatchSlot) -> None:
-        if slot.id is None:
+    def after_backward(self, microbatch: MicrobatchPass) -> None:
+        if microbatch.is_empty:
             _clear_gradients(self.parameters)
             return
         self._has_gradient = [
             seen or one.grad is not None for seen, one in zip(self._has_gradient, self.parameters, strict=True)
         ]
         if self._tree:
-            self._partials.add_leaf(slot.id, [self._take_gradient(one) for one in self.parameters])
+            self._partials.add_leaf(microbatch.id, [self._take_gradient(one) for one in self.parameters])
         else:
             self._add_wide()
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from elastic.errors import CursorError, DataWorkersLostError, StepOrderError
 from elastic.samples.sample_audit import SampleAudit, SampleLog
-from elastic.samples.sample_schedule import DataPosition, SampleOrder, SampleSchedule, ShareSource
+from elastic.samples.sample_schedule import DataPosition, SampleOrder, SampleSchedule
 
 if TYPE_CHECKING:
     from elastic.samples.data_loader import ElasticDataLoader
@@ -30,7 +30,6 @@ __all__ = [
     "SampleLog",
     "SampleOrder",
     "SampleSchedule",
-    "ShareSource",
     "StepOrderError",
     "microbatch_generator",
     "seeded",

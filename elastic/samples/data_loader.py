@@ -24,6 +24,7 @@ import torch
 from torch.utils.data import default_collate
 
 from elastic.batch_cache.microbatch_cache import MicrobatchCache
+from elastic.batch_scaling.batch_plan import PlannedMicrobatch, RankPlan
 from elastic.errors import PolicyError, StepOrderError
 from elastic.samples.prefetching_reader import FetchedBatch, PrefetchingReader, ReadTask, WorkerDataset, dataset_size
 from elastic.samples.sample_schedule import (
@@ -31,11 +32,8 @@ from elastic.samples.sample_schedule import (
     START_POSITION,
     BatchRange,
     DataPosition,
-    MicrobatchSlice,
     SampleOrder,
     SampleSchedule,
-    ShareSource,
-    validated_slices,
 )
 
 if TYPE_CHECKING:
@@ -66,7 +64,7 @@ class DataStep:
         self._loader = loader
         self._portion = portion
         self._schedule = loader.schedule
-        self.unread = len(portion.slices)
+        self.unread = len(portion.microbatches)
 
     @property
     def number(self) -> int:
@@ -95,12 +93,12 @@ class DataStep:
     def epochs(self) -> I64:
         """Return the data epoch of each of them."""
         start = self._portion.batch.first
-        found = [self._schedule.order.epochs(start + piece.first, piece.size) for piece in self._portion.slices]
+        found = [self._schedule.order.epochs(start + one.first, one.samples) for one in self._portion.microbatches]
         return np.concatenate(found) if found else np.empty(0, np.int64)
 
     def __len__(self) -> int:
         """Return the number of microbatches, read or not."""
-        return len(self._portion.slices)
+        return len(self._portion.microbatches)
 
     def __iter__(self) -> Iterator[LoadedMicrobatch]:
         while self.unread:
@@ -124,7 +122,7 @@ class ElasticDataLoader:
     def __init__(
         self,
         dataset: Any,
-        share: ShareSource,
+        share: RankPlan,
         *,
         seed: int,
         shuffle: str = "full",
@@ -196,7 +194,7 @@ class ElasticDataLoader:
         """Continue from the saved position, in any world. Drops samples that were read ahead."""
         self._begin(self._task_iterator.share, self.schedule.position_from_state(state, self._allow_changes))
 
-    def set_share(self, share: ShareSource, at: DataPosition | None = None) -> None:
+    def set_share(self, share: RankPlan, at: DataPosition | None = None) -> None:
         """Use another share from the committed position, or from ``at``, as after a resize or a rollback.
 
         Workers continue. Samples that they read ahead for the old share are dropped, as is an open step.
@@ -253,7 +251,7 @@ class ElasticDataLoader:
     ) -> None:
         self.close()
 
-    def _begin(self, share: ShareSource, place: DataPosition) -> None:
+    def _begin(self, share: RankPlan, place: DataPosition) -> None:
         schedule = SampleSchedule(self.schedule.order, share.global_batch, self.schedule.epoch_end)
         if place.step < 0 or place.cursor < 0:
             raise PolicyError(f"{place} is nowhere in the data")
@@ -312,23 +310,21 @@ class StepPortion(NamedTuple):
 
     position: DataPosition
     batch: BatchRange
-    slices: tuple[MicrobatchSlice, ...]
+    microbatches: tuple[PlannedMicrobatch, ...]
 
 
 class ReadTaskIterator:
     """Iterator over read tasks from a position, up to the end of an epoch or without an end."""
 
-    def __init__(self, schedule: SampleSchedule, share: ShareSource, place: DataPosition, epochs: int | None) -> None:
+    def __init__(self, schedule: SampleSchedule, share: RankPlan, place: DataPosition, epochs: int | None) -> None:
         self.generation = 0
         self._epochs = epochs
         self.restart(schedule, share, place)
 
-    def restart(self, schedule: SampleSchedule, share: ShareSource, place: DataPosition) -> None:
+    def restart(self, schedule: SampleSchedule, share: RankPlan, place: DataPosition) -> None:
         """Restart at ``place``. Tasks that were issued before belong to an old generation."""
-        whole = validated_slices(share, schedule.global_batch)  # before any change: this raises for an impossible plan
         self.generation += 1
         self.schedule, self.share = schedule, share
-        self._slices_by_size = {schedule.global_batch: whole}
         self._place = place
         self._pending: deque[ReadTask] = deque()
         self.is_exhausted = self.is_end(place)
@@ -337,16 +333,10 @@ class ReadTaskIterator:
         """Return whether no step begins at ``place``."""
         return self._epochs is not None and self.schedule.epoch_at(place.cursor) >= self._epochs
 
-    def slices_of(self, samples: int) -> tuple[MicrobatchSlice, ...]:
-        """Return this rank's slices of a batch of ``samples``."""
-        if samples not in self._slices_by_size:
-            self._slices_by_size[samples] = validated_slices(self.share, samples)
-        return self._slices_by_size[samples]
-
     def portion(self, place: DataPosition) -> StepPortion:
         """Return this rank's share of the step that begins at ``place``."""
         batch = self.schedule.batch_at(place.cursor)
-        return StepPortion(place, batch, self.slices_of(batch.size))
+        return StepPortion(place, batch, self.share.microbatches_of(batch.size))
 
     def __iter__(self) -> Iterator[ReadTask]:
         return self
@@ -361,25 +351,20 @@ class ReadTaskIterator:
     def _next_step(self) -> None:
         portion = self.portion(self._place)
         step, batch = self._place.step, portion.batch
-        for piece, indices in zip(portion.slices, portion_indices(self.schedule, portion), strict=True):
-            position = batch.first + piece.first
-            self._pending.append(ReadTask(self.generation, step, piece.first, position, tuple(indices.tolist())))
-        if not portion.slices:
+        for one, indices in zip(portion.microbatches, portion_indices(self.schedule, portion), strict=True):
+            position = batch.first + one.first
+            self._pending.append(ReadTask(self.generation, step, one.first, position, tuple(indices.tolist())))
+        if not portion.microbatches:
             self._pending.append(ReadTask(self.generation, step, 0, batch.first, ()))
         self._place = DataPosition(step + 1, batch.end_cursor)
         self.is_exhausted = self.is_end(self._place)
 
 
 def portion_indices(schedule: SampleSchedule, portion: StepPortion) -> list[I64]:
-    """Return the indices of each slice.
-
-    Adjacent slices share one call, which costs the time of 500 samples.
-    """
-    slices = portion.slices
-    if not slices:
+    """Return the indices of each microbatch: one call, which costs the time of 500 samples."""
+    own = portion.microbatches
+    if not own:
         return []
-    first, end = slices[0].first, slices[-1].first + slices[-1].size
-    if end - first > 2 * sum(piece.size for piece in slices):
-        return [schedule.order.indices(portion.batch.first + piece.first, piece.size) for piece in slices]
+    first, end = own[0].first, own[-1].first + own[-1].samples
     found = schedule.order.indices(portion.batch.first + first, end - first)
-    return [found[piece.first - first : piece.first - first + piece.size] for piece in slices]
+    return [found[one.first - first : one.first - first + one.samples] for one in own]

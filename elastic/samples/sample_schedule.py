@@ -1,4 +1,4 @@
-"""Sample indices from (seed, epoch, position), steps from a cursor, and slices of a rank. Pure.
+"""Sample indices from (seed, epoch, position), and steps from a cursor. Pure.
 
 A number is written as ``left * columns + right`` on a grid that is hardly larger than the range. Each round shifts one
 of the two by a keyed hash of the other. Rounds can be inverted, so together they are a bijection of the grid (a Feistel
@@ -29,10 +29,10 @@ from __future__ import annotations
 import functools
 import hashlib
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from math import isqrt
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -373,44 +373,3 @@ def _check_state(state: Mapping[str, Any]) -> None:
             raise CursorError(f"not a saved cursor: {name} is {value!r}")
     if state["samples"] == 0 or not all(isinstance(state.get(name), str) for name in ("shuffle", "epoch_end")):
         raise CursorError(f"not a saved cursor: {dict(state)!r}")
-
-
-class MicrobatchSlice(NamedTuple):
-    """One microbatch: a consecutive part of the global batch."""
-
-    first: int
-    """Position of its first sample in the global batch. Identifies the microbatch on any rank."""
-    size: int
-
-
-class ShareSource(Protocol):
-    """Share of one rank in every step, such as a :class:`~elastic.batch_scaling.batch_plan.RankPlan`.
-
-    Every implementation guarantees: over all ranks of a world the slices cover the batch, each sample once, and the
-    slices of a rank ascend. For random numbers that do not depend on the world (:mod:`elastic.samples.rng`), the batch
-    is split at the same positions in every world.
-    """
-
-    @property
-    def global_batch(self) -> int:
-        """Samples that all ranks together use in a step."""
-
-    def slices(self, samples: int) -> Sequence[tuple[int, int]]:
-        """Return this rank's microbatches of a batch of ``samples``, each as (first, size), possibly none.
-
-        ``samples`` is the global batch, or less at the end of an epoch with ``epoch_end="short"``.
-        """
-
-
-def validated_slices(share: ShareSource, samples: int) -> tuple[MicrobatchSlice, ...]:
-    """Return this rank's slices of a batch, or raise :class:`PolicyError` if they are invalid."""
-    slices = tuple(MicrobatchSlice(first, size) for first, size in share.slices(samples))
-    end = 0
-    for piece in slices:
-        if piece.first < end or piece.size < 1 or piece.first + piece.size > samples:
-            raise PolicyError(
-                f"{share!r} has {list(slices)} of a batch of {samples} samples: slices have to ascend, not overlap,"
-                " have samples, and end with the batch"
-            )
-        end = piece.first + piece.size
-    return slices

@@ -24,6 +24,7 @@ from typing import Any
 
 from torch.utils.data import Sampler
 
+from elastic.batch_scaling.batch_plan import RankPlan
 from elastic.errors import CursorError, PolicyError, StepOrderError
 from elastic.samples.data_loader import StepPortion, portion_indices
 from elastic.samples.prefetching_reader import dataset_size
@@ -32,8 +33,6 @@ from elastic.samples.sample_schedule import (
     DataPosition,
     SampleOrder,
     SampleSchedule,
-    ShareSource,
-    validated_slices,
 )
 
 
@@ -47,7 +46,7 @@ class ElasticSampler(Sampler[int]):
     def __init__(
         self,
         dataset: Any,
-        share: ShareSource,
+        share: RankPlan,
         *,
         seed: int,
         shuffle: str = "full",
@@ -61,7 +60,6 @@ class ElasticSampler(Sampler[int]):
         samples = dataset if isinstance(dataset, int) else dataset_size(dataset)
         self.schedule = SampleSchedule(SampleOrder(samples, seed, shuffle), share.global_batch, epoch_end)
         self.share = share
-        validated_slices(share, share.global_batch)
         self.allow_changes = tuple(allow_changes)
         self._place = START_POSITION
         self._issued = START_POSITION
@@ -92,10 +90,9 @@ class ElasticSampler(Sampler[int]):
         """Let the next iteration begin at the saved position."""
         self.set_share(self.share, self.schedule.position_from_state(state, self.allow_changes))
 
-    def set_share(self, share: ShareSource, at: DataPosition | None = None) -> None:
+    def set_share(self, share: RankPlan, at: DataPosition | None = None) -> None:
         """Use this share in the next iteration, which begins at the committed position, or at ``at``."""
         schedule = SampleSchedule(self.schedule.order, share.global_batch, self.schedule.epoch_end)
-        validated_slices(share, share.global_batch)
         self.schedule, self.share = schedule, share
         self._place = self._issued = self._place if at is None else at
         self._exhausted = False
@@ -106,7 +103,7 @@ class ElasticSampler(Sampler[int]):
 
     def __len__(self) -> int:
         """Return the number of this rank's remaining samples in this data epoch."""
-        return sum(self._left(lambda size: sum(piece.size for piece in validated_slices(self.share, size))))
+        return sum(self._left(lambda size: sum(one.samples for one in self.share.microbatches_of(size))))
 
     def batches(self) -> MicrobatchSampler:
         """Return the microbatches, for ``batch_sampler=``."""
@@ -116,7 +113,7 @@ class ElasticSampler(Sampler[int]):
         """Yield this rank's share of each step until data epoch ``until`` begins."""
         while self.schedule.epoch_at(place.cursor) < until:
             batch = self.schedule.batch_at(place.cursor)
-            yield StepPortion(place, batch, validated_slices(self.share, batch.size))
+            yield StepPortion(place, batch, self.share.microbatches_of(batch.size))
             place = DataPosition(place.step + 1, batch.end_cursor)
 
     def _begin(self) -> DataPosition:
@@ -129,7 +126,7 @@ class ElasticSampler(Sampler[int]):
         return self._place
 
     def hand_out(self, portion: StepPortion) -> list[list[int]]:
-        if not portion.slices:
+        if not portion.microbatches:
             raise PolicyError(
                 f"this rank has no samples at step {portion.position.step}, and torch's DataLoader cannot return an "
                 "empty batch. Use fewer ranks, smaller microbatches, or an ElasticDataLoader"
@@ -157,7 +154,7 @@ class MicrobatchSampler(Sampler[list[int]]):
         sampler._exhausted = sampler._place == place
 
     def __len__(self) -> int:
-        return sum(self._sampler._left(lambda size: len(validated_slices(self._sampler.share, size))))
+        return sum(self._sampler._left(lambda size: len(self._sampler.share.microbatches_of(size))))
 
 
 class StatefulMicrobatchSampler(Sampler[list[int]]):
@@ -200,12 +197,12 @@ class StatefulMicrobatchIterator(Iterator[list[int]]):
         return found
 
     def state_dict(self) -> dict[str, Any]:
-        slices = self._portion.slices if self._portion is not None else ()
-        read = slices[: len(slices) - len(self._pending)]
+        own = self._portion.microbatches if self._portion is not None else ()
+        read = own[: len(own) - len(self._pending)]
         return {
             **self._sampler.schedule.to_state(self._place),
             "until": self._until,
-            "read": [list(piece) for piece in read],
+            "read": [list(one) for one in read],
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -214,9 +211,9 @@ class StatefulMicrobatchIterator(Iterator[list[int]]):
         self._until = state["until"]
         self._portions = self._sampler.portions(place, self._until)
         self._portion, self._pending = None, []
-        if read := [tuple(piece) for piece in state["read"]]:
+        if read := [tuple(one) for one in state["read"]]:
             portion = self._open()
-            if portion is None or list(portion.slices[: len(read)]) != read:
+            if portion is None or list(portion.microbatches[: len(read)]) != read:
                 raise CursorError(
                     f"this was saved within step {place.step}, when another share of it had been read: save at the end"
                     " of steps"

@@ -34,7 +34,8 @@ from elastic.batch_scaling.batch_plan import BatchPlan
 from elastic.batch_scaling.lr_rules import LRRule, Rewarmup
 from elastic.batch_scaling.lr_scaler import LRScaler
 from elastic.errors import PolicyError, StepOrderError
-from elastic.gradients.exact_gradients import ExactGradients, MicrobatchPass, StepTotal
+from elastic.gradients.exact_gradients import ExactGradients, StepTotal
+from elastic.gradients.reduction import MicrobatchPass
 from elastic.samples.data_loader import DataStep, ElasticDataLoader
 from elastic.samples.rng import seeded
 from elastic.workers.world_handle import World

@@ -106,18 +106,17 @@ def test_a_share_that_cannot_be_is_refused(by_rank: tuple[tuple[int, ...], ...],
 
 
 @given(st.integers(1, 30), st.integers(1, 9))
-def test_empty_slots_come_first_and_are_known_to_all_ranks(microbatches: int, ranks: int) -> None:
+def test_empty_passes_come_first_and_are_known_to_all_ranks(microbatches: int, ranks: int) -> None:
     for rank in range(ranks):
         share = MicrobatchShare.even(microbatches, ranks, rank)
-        slots = share.slots(share.max_per_rank)
-        assert len(slots) == share.max_per_rank
-        assert tuple(slot.id for slot in slots if slot.id is not None) == share.own_ids
-        assert not any(before.id is not None and after.id is None for before, after in pairwise(slots))
-        assert [slot.is_last for slot in slots] == [False] * (len(slots) - 1) + [True]
-        assert all(slot.compute_id == slot.id for slot in slots if slot.id is not None)
-        assert all(slot.compute_id in (share.own_ids or (0,)) for slot in slots)
+        passes = list(share.passes(share.max_per_rank, lambda *_: None))
+        assert len(passes) == share.max_per_rank
+        assert tuple(one.id for one in passes if not one.is_empty) == share.own_ids
+        assert not any(after.is_empty and not before.is_empty for before, after in pairwise(passes))
+        assert [one.is_last for one in passes] == [False] * (len(passes) - 1) + [True]
+        assert all(one.id in (share.own_ids or (0,)) for one in passes)
+        assert all(share.own_ids[one.position] == one.id for one in passes if share.own_ids)
         for other in range(ranks):
             elsewhere = MicrobatchShare.even(microbatches, ranks, other)
-            assert [elsewhere.id_of_pass(rank, turn, share.max_per_rank) for turn in range(share.max_per_rank)] == [
-                s.id for s in slots
-            ]
+            ids = [elsewhere.id_of_pass(rank, number, len(passes)) for number in range(len(passes))]
+            assert ids == [None if one.is_empty else one.id for one in passes]

@@ -10,7 +10,6 @@ from elastic.samples.sample_schedule import (
     DataPosition,
     SampleOrder,
     SampleSchedule,
-    validated_slices,
 )
 from tests.support.batch_shares import even_share
 
@@ -165,34 +164,17 @@ def test_a_cursor_has_everything(missing):
 def test_the_shares_of_a_plan_cover_any_batch_once(batch, microbatch, world, data):
     plan = BatchPlan(batch, world, microbatch=microbatch, max_microbatch=microbatch, allow_idle=True)
     samples = data.draw(st.integers(1, batch))
-    slices = [piece for rank in range(world) for piece in validated_slices(plan.for_rank(rank), samples)]
-    assert [number for first, size in slices for number in range(first, first + size)] == list(range(samples))
+    all_ranks = [one for rank in range(world) for one in plan.for_rank(rank).microbatches_of(samples)]
+    assert [one.first + offset for one in all_ranks for offset in range(one.samples)] == list(range(samples))
+    assert [one.id for one in all_ranks] == list(range(len(all_ranks)))
     if microbatch:
-        assert slices == list(validated_slices(even_share(batch, microbatch), samples))
+        assert all_ranks == list(even_share(batch, microbatch).microbatches_of(samples))
 
 
 def test_a_plan_that_keeps_all_ranks_busy_still_has_short_batches():
     shares = [BatchPlan(8, 4, max_microbatch=2).for_rank(rank) for rank in range(4)]
-    assert [share.slices(8) for share in shares] == [[(0, 2)], [(2, 2)], [(4, 2)], [(6, 2)]]
-    assert [share.slices(3) for share in shares] == [[(0, 1)], [(1, 1)], [(2, 1)], []]
-
-
-class Wrong:
-    global_batch = 8
-
-    def __init__(self, *slices):
-        self._slices = slices
-
-    def slices(self, samples):
-        return self._slices
-
-
-@pytest.mark.parametrize(
-    "shares", [Wrong((4, 2), (0, 2)), Wrong((0, 3), (2, 2)), Wrong((0, 0)), Wrong((7, 2)), Wrong((-1, 2))]
-)
-def test_shares_that_cannot_be_are_refused(shares):
-    with pytest.raises(PolicyError, match="of a batch of 8"):
-        validated_slices(shares, 8)
+    assert [share.microbatches_of(8) for share in shares] == [((0, 0, 2),), ((1, 2, 2),), ((2, 4, 2),), ((3, 6, 2),)]
+    assert [share.microbatches_of(3) for share in shares] == [((0, 0, 1),), ((1, 1, 1),), ((2, 2, 1),), ()]
 
 
 @pytest.mark.parametrize("rank", [-1, 2])
