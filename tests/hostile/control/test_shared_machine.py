@@ -103,7 +103,8 @@ def test_single_machine_job_listens_only_on_loopback(job, store):
 
 
 @pytest.mark.e2e
-def test_working_directory_is_not_imported_from(job, tmp_path):
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.nightly)])
+def test_working_directory_is_not_imported_from(job, tmp_path, ranks):
     marker = tmp_path / "imported"
     for name in ("msgspec", "torch", "queue", "tieredckpt", "elastic"):
         (job.folder / f"{name}.py").write_text(PLANTED.format(marker=str(marker), name=name))
@@ -112,7 +113,7 @@ def test_working_directory_is_not_imported_from(job, tmp_path):
     command.parent.mkdir()
     command.write_text("import sys\nfrom elastic.cli import main\nsys.exit(main(sys.argv[1:]))\n")  # as it is installed
     job.environ["TIEREDCKPT_AGENT_DIRECTORY"] = str(tmp_path / "agent")
-    words = ["run", "--nproc", "1", "--log-dir", str(tmp_path / "logs"), str(script), str(job.folder)]
+    words = ["run", "--nproc", str(ranks), "--log-dir", str(tmp_path / "logs"), str(script), str(job.folder)]
     with (tmp_path / "output").open("wb") as out:
         run = subprocess.Popen(
             [sys.executable, str(command), *words], cwd=job.folder, env=job.environ, stdout=out, stderr=out

@@ -18,13 +18,15 @@ from tieredckpt.tensors.slot_copy import Copier
 
 pytestmark = pytest.mark.slow
 
-CHUNK, COUNT = 64, 40_000
+CHUNK = 64
 
 
-@pytest.fixture(scope="module")
-def data():
-    found = np.zeros((2 * COUNT, CHUNK), dtype=np.uint8)
-    found[:, :8] = np.random.default_rng(0).integers(0, 256, (2 * COUNT, 8), dtype=np.uint8)
+@pytest.fixture(scope="module", params=[40_000, pytest.param(100_000, marks=pytest.mark.nightly)])
+def data(request):
+    """Twice as many chunks as the pieces that are read."""
+    chunks = 2 * request.param
+    found = np.zeros((chunks, CHUNK), dtype=np.uint8)
+    found[:, :8] = np.random.default_rng(0).integers(0, 256, (chunks, 8), dtype=np.uint8)
     return found.reshape(-1)
 
 
@@ -49,7 +51,7 @@ def stored(request, data, tmp_path_factory):
 @pytest.mark.timeout(120)
 def test_pieces_of_every_other_chunk(stored, data):
     store, index = stored
-    target = torch.zeros(COUNT, dtype=torch.uint8)
+    target = torch.zeros(len(data) // (2 * CHUNK), dtype=torch.uint8)
     with contextlib.closing(Copier(1)) as copier:
         session = SimpleNamespace(durable=SimpleNamespace(open=lambda: store), copier=copier, peers=None)
         reading = ReadExecutor(session, SimpleNamespace(shards={0: index}), None, None, cast=False, trust=False)
