@@ -1,4 +1,4 @@
-"""The supervisor process: its event loop, the server for its ranks, faults injected from outside.
+"""The supervisor process: its event loop, and faults injected from outside.
 
 :class:`~elastic.supervisor.node_state.NodeState` makes all decisions. :class:`Supervisor` carries them out, in one loop
 over one queue.
@@ -13,7 +13,6 @@ import queue
 import random
 import secrets
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -28,17 +27,13 @@ from elastic.control.child_processes import (
     ChildProcess,
     ProcessLog,
     describe_exit,
-    last_line,
     stack_location,
 )
 from elastic.control.control_messages import (
-    MAX_RANK_MESSAGE_BYTES,
-    RANK_PROTOCOL,
     ExitReason,
     NodeDesired,
     NodeStatus,
     RankDesired,
-    RankHello,
     RankStatus,
 )
 from elastic.control.coordinator_client import CoordinatorClient
@@ -59,11 +54,11 @@ from elastic.rendezvous.store_servers import CoordinatorKeeper, StoreProcess
 from elastic.settings import SOCKET_VARIABLE, TOKEN_VARIABLE
 from elastic.supervisor import node_messages, node_state
 from elastic.supervisor.node_state import EndProcess, InjectFault, NodeState, OfferMemory, PartitionNode, StartProcess
+from elastic.supervisor.rank_exits import describe_unjoined_exit, end_of_file
+from elastic.supervisor.rank_server import RankConnection, RankServer
 from peerstore.daemon_process import ensure_private_directory
-from peerstore.errors import PeerStoreError, ProtocolError
+from peerstore.errors import PeerStoreError
 from peerstore.membership.topology import PeerNode, validate_node_id
-from peerstore.message_codec import decode_message, encode_message
-from peerstore.transport.unix import UnixChannel, UnixListener
 
 log = logging.getLogger(__name__)
 
@@ -82,7 +77,6 @@ Before that, the node looks up the leader again: another job may use the address
 _EXIT_STATUS_S = 0.2
 """Seconds that the exit status of a process may take to arrive after its connection has closed."""
 
-_TAIL_BYTES = 4096
 _STACKS_BYTES = 256 << 10
 _JOB_ENDS = (ExitReason.FINISHED, ExitReason.STOPPED, ExitReason.JOB_FAILED, ExitReason.NEVER_JOINED)
 
@@ -546,84 +540,6 @@ class Supervisor:
         self._client.send_status(report)
 
 
-_HELLO_S = 10.0
-
-
-class RankConnection:
-    """Connection of one rank."""
-
-    def __init__(self, channel: UnixChannel) -> None:
-        self._channel = channel
-        self._sending = threading.Lock()
-
-    def send(self, desired: RankDesired) -> None:
-        """Send a message without blocking. If the socket's buffer is full, end the connection."""
-        with self._sending:
-            if not self._channel.try_send(encode_message(desired)):
-                self.close()
-
-    def close(self) -> None:
-        self._channel.shut()
-
-
-class RankServer:
-    """Unix-socket server for the ranks of one node.
-
-    ``on_connect`` returns why a process is refused, or "". ``on_status`` receives each report of an accepted process,
-    and ``on_disconnect`` runs after its connection has closed. All run on the connection's thread.
-    """
-
-    def __init__(
-        self,
-        path: Path,
-        *,
-        on_connect: Callable[[str, RankConnection], str],
-        on_status: Callable[[str, RankStatus], None],
-        on_disconnect: Callable[[str, RankConnection], None],
-    ) -> None:
-        self.path = path
-        self._on_connect, self._on_status, self._on_disconnect = on_connect, on_status, on_disconnect
-        self._listener = UnixListener(path, self._serve, name="supervisor", describe_refusal=_encode_refusal)
-        self._listener.start()
-
-    def close(self) -> None:
-        self._listener.close()
-
-    def _serve(self, channel: UnixChannel) -> None:
-        channel.max_header_bytes, channel.max_payload_bytes = MAX_RANK_MESSAGE_BYTES, 0
-        connection = RankConnection(channel)
-        token = self._admit(channel, connection)
-        if not token:
-            return
-        try:
-            while (incoming := channel.receive()) is not None:
-                self._on_status(token, decode_message(incoming.header, RankStatus))
-        finally:
-            self._on_disconnect(token, connection)
-
-    def _admit(self, channel: UnixChannel, connection: RankConnection) -> str:
-        incoming = channel.receive(within_s=_HELLO_S)
-        if incoming is None:
-            return ""
-        hello = decode_message(incoming.header, RankHello)
-        if hello.protocol != RANK_PROTOCOL:
-            refused = f"protocol {hello.protocol} is not spoken here, this is {RANK_PROTOCOL}"
-        else:
-            refused = self._on_connect(hello.token, connection)
-        if refused:
-            connection.send(_refusal(refused))
-            raise ProtocolError(refused)
-        return hello.token
-
-
-def _refusal(reason: str) -> RankDesired:
-    return RankDesired(exit=ExitReason.REFUSED, reason=reason)
-
-
-def _encode_refusal(error: ProtocolError) -> bytes:
-    return encode_message(_refusal(str(error)))
-
-
 def inject_from_supervisor(
     injection: FaultInjection, state: NodeState, running: Mapping[str, Any], *, run: Path, environ: Mapping[str, str]
 ) -> bool:
@@ -652,43 +568,3 @@ def inject_from_supervisor(
             running[process.token].signal(getattr(signal, injection.kind.name))
         return True
     return False
-
-
-def describe_unjoined_exit(command: Sequence[str], status: int, printed: Path) -> str:
-    """Describe the exit of a script that never called ``elastic.run``.
-
-    If the script failed, include its last printed line. ``command`` starts the script, and ``printed`` is the log file
-    of the process.
-    """
-    script = Path(script_name(command)).name
-    if status == 0:
-        return (
-            f"{script} exited without calling elastic.run / @elastic.recoverable; not retried. "
-            "To run an unmodified script use torchrun"
-        )
-    last = last_printed_line(printed)
-    return (
-        f"{script} exited with status {status} before it called elastic.run / @elastic.recoverable; not retried"
-        f"{': ' if last else ''}{last} (see {printed})"
-    )
-
-
-def script_name(command: Sequence[str]) -> str:
-    """Return the script, module or program of a rank's command."""
-    words = [word for word in command[1:] if word not in ("-u", "-m")] if command[0] == sys.executable else command
-    return next(iter(words), command[0])
-
-
-def last_printed_line(printed: Path) -> str:
-    """Return the last line of a log file that is not blank, or ""."""
-    return last_line(end_of_file(printed, _TAIL_BYTES))
-
-
-def end_of_file(path: Path, size: int) -> str:
-    """Return the last ``size`` bytes of a file as text, or "" if it cannot be read."""
-    try:
-        with path.open("rb") as file:
-            file.seek(max(0, path.stat().st_size - size))
-            return file.read().decode(errors="replace")
-    except OSError:
-        return ""

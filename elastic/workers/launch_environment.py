@@ -14,7 +14,8 @@ from elastic.control.control_plane import ControlPlane, RankAssignment, platform
 from elastic.control.hang_detector import HangTimeouts
 from elastic.control.supervisor_client import SupervisorClient
 from elastic.errors import PolicyError
-from elastic.rendezvous.rootless_tcpstore import RootlessStore, StoreTimeouts
+from elastic.rendezvous.rootless_tcpstore import RootlessStore
+from elastic.rendezvous.store_server_client import StoreTimeouts
 from elastic.settings import abort_timeout_in, hang_limits_in, is_supervised, supervisor_endpoint
 from elastic.workers.process_groups import close_store_connections
 from elastic.workers.store_control_plane import StoreControlPlane

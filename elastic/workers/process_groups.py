@@ -33,14 +33,10 @@ from torch.distributed.constants import default_pg_timeout
 
 from elastic.control.control_plane import RankAssignment
 from elastic.errors import PolicyError
-from elastic.rendezvous.rootless_tcpstore import (
-    CallWatchdog,
-    OldKeyCleanup,
-    RootlessStore,
-    SocketAddress,
-    epoch_prefix,
-    resolve_store,
-)
+from elastic.rendezvous.call_watchdog import CallWatchdog
+from elastic.rendezvous.old_key_cleanup import OldKeyCleanup, epoch_prefix
+from elastic.rendezvous.rootless_tcpstore import RootlessStore
+from elastic.rendezvous.store_server_client import SocketAddress, resolve_store
 from peerstore.errors import PeerStoreError
 from tieredckpt.nccl_environment import NcclRuleState, check_nccl_environment
 from tieredckpt.tensors.device import accelerator

@@ -14,15 +14,10 @@ import pytest
 import torch.distributed as dist
 
 from elastic.control.control_plane import RankAssignment
-from elastic.rendezvous import rootless_tcpstore
-from elastic.rendezvous.rootless_tcpstore import (
-    OldKeyCleanup,
-    RootlessStore,
-    StoreServerClient,
-    StoreTimeouts,
-    epoch_prefix,
-    is_old_key,
-)
+from elastic.rendezvous import store_server_client
+from elastic.rendezvous.old_key_cleanup import OldKeyCleanup, epoch_prefix, is_old_key
+from elastic.rendezvous.rootless_tcpstore import RootlessStore
+from elastic.rendezvous.store_server_client import StoreServerClient, StoreTimeouts
 from elastic.rendezvous.store_servers import key_holders
 from elastic.workers.process_groups import ProcessGroups, close_store_connections
 from tests.support.control_planes import start_all, wait_results
@@ -145,7 +140,7 @@ def test_member_that_dies_during_a_slow_connect_is_gone(servers, connect, monkey
         return connected(client)
 
     monkeypatch.setattr(StoreServerClient, "_connected", die_first)
-    monkeypatch.setattr(rootless_tcpstore, "_CONNECT_TIMEOUT", timedelta(seconds=_HASTY.connect_timeout_s + 1))
+    monkeypatch.setattr(store_server_client, "_CONNECT_TIMEOUT", timedelta(seconds=_HASTY.connect_timeout_s + 1))
     assert connect(_HASTY).add(key, 1) == 2
 
 
@@ -330,10 +325,10 @@ def _initialize_and_synchronize(
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    from elastic.rendezvous import rootless_tcpstore
+    from elastic.rendezvous import store_server_client
 
     if when == "stopped":
-        rootless_tcpstore.StoreTimeouts.__init__.__defaults__ = (0.2, 2.0, 2.0, 60.0)  # shorter timeouts
+        store_server_client.StoreTimeouts.__init__.__defaults__ = (0.2, 2.0, 2.0, 60.0)  # shorter timeouts
     place = RankAssignment(3, rank, size, 0, 1, rank, size, addresses[0], stores=tuple(addresses))
     groups = ProcessGroups(place, backend="gloo", timeout=_LONG)
     if when == "during" and rank == 0:
@@ -442,7 +437,7 @@ def test_process_exits_cleanly_during_a_cleanup(servers, ends):
 
 _SWEEPS = """
 import sys
-from elastic.rendezvous.rootless_tcpstore import OldKeyCleanup
+from elastic.rendezvous.old_key_cleanup import OldKeyCleanup
 from elastic.workers.process_groups import close_store_connections
 sweep = OldKeyCleanup(sys.argv[1], 5, close_connections=close_store_connections)
 while not sweep.deleted and not sweep.join(0.001):

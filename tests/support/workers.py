@@ -73,7 +73,7 @@ _GUESSED_S = {
     "tests/e2e/test_interrupted_benchmarks": 20.0,
     "tests/faults/": 50.0,
     "tests/typing/": 25.0,
-    "tests/unit/elastic/rendezvous/test_rootless_tcpstore_cleanup": 20.0,
+    "tests/unit/elastic/rendezvous/test_old_key_cleanup": 20.0,
     "tests/unit/elastic/supervisor/test_memory_tier_resumable_steps": 20.0,
     "tests/unit/elastic/workers/test_store_control_plane": 20.0,
     "tests/unit/peerstore/membership/test_swim_network": 15.0,

@@ -14,7 +14,7 @@ from elastic.control.run_directory import RunDirectory
 from elastic.coordinator import coordinator as shell
 from elastic.coordinator.coordinator import Coordinator
 from elastic.launcher import CoordinatorSpec, JobEnd
-from elastic.supervisor.supervisor import RankServer
+from elastic.supervisor.rank_server import RankServer
 from elastic.world.scaling_policy import ScalingPolicy
 
 FULL = Path("/dev/full")

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from elastic.control.control_messages import ExitReason
-from elastic.supervisor.supervisor import describe_unjoined_exit
+from elastic.supervisor.rank_exits import describe_unjoined_exit
 from tests.support.control_simulation import ControlSimulation
 
 

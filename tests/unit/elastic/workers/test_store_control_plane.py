@@ -22,7 +22,8 @@ from elastic.errors import (
     PolicyError,
     StaleEpochError,
 )
-from elastic.rendezvous.rootless_tcpstore import RootlessStore, StoreTimeouts
+from elastic.rendezvous.rootless_tcpstore import RootlessStore
+from elastic.rendezvous.store_server_client import StoreTimeouts
 from elastic.workers.launch_environment import connect_store, detect_control_plane, single_process_control_plane
 from elastic.workers.process_groups import close_store_connections
 from elastic.workers.store_control_plane import StoreControlPlane, pauses_s

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from elastic.control.control_plane import Dismissed, NoticeKind, RankAssignment, RankProgress
 from elastic.errors import JobFailedError, PolicyError
-from elastic.rendezvous.rootless_tcpstore import StoreTimeouts
+from elastic.rendezvous.store_server_client import StoreTimeouts
 from elastic.workers.launch_environment import connect_store
 from elastic.workers.store_control_plane import StoreControlPlane
 from integration.hyperpod.elastic_agent import process_mode as module

@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from elastic.rendezvous.rootless_tcpstore import CallWatchdog
+from elastic.rendezvous.call_watchdog import CallWatchdog
 
 
 @pytest.fixture

@@ -6,7 +6,8 @@ import contextlib
 import socket
 import threading
 
-from elastic.rendezvous.rootless_tcpstore import CallWatchdog, OldKeyCleanup
+from elastic.rendezvous.call_watchdog import CallWatchdog
+from elastic.rendezvous.old_key_cleanup import OldKeyCleanup
 
 PATIENCE_S = 30.0
 MOMENT_S = 0.5
