@@ -32,6 +32,7 @@ from benchmarks import (
     peer_memory,
     planning,
     recovery,
+    recovery_jobs,
     replicate,
     reshard,
     resize,
@@ -101,7 +102,7 @@ _SCENES = (
             partial(recovery.run, fault=fault, model=model, device=device),
             f"{model}, {fault}" + (", CUDA and NCCL" if device == "cuda" else ""),
             share=share,
-            worlds=((0, recovery.RANKS),),
+            worlds=((0, recovery_jobs.RANKS),),
             starts_ranks=True,
             device=device,
         )
@@ -164,7 +165,7 @@ def _is_there(subject: Subject, device: str) -> bool:
     """
     if not device or not subject.starts_ranks:
         return True
-    return subject.device == device and recovery.RANK in subject.title and (device != "cpu" or subject.share > 2)
+    return subject.device == device and recovery_jobs.RANK in subject.title and (device != "cpu" or subject.share > 2)
 
 
 def _worlds(subject: Subject, parameters: Parameters) -> tuple[tuple[int, int], ...]:

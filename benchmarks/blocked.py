@@ -15,7 +15,7 @@ from benchmarks.rounds import COPY, Contender, built, measure, those_of, use_thr
 from benchmarks.sandbox import JOB, settings_for
 from benchmarks.states import State, advance, blank, tensors, wipe
 from tieredckpt import Checkpointer
-from tieredckpt.checkpointer.checkpointer import SaveHandle
+from tieredckpt.checkpointer.save_handle import SaveHandle
 from tieredckpt.settings import override_settings
 
 OURS, ASYNC = "Checkpointer.save", "dcp.async_save, DefaultStager kept"

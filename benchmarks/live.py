@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import os
 import shutil
@@ -27,7 +28,6 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from benchmarks.machine import facts
-from elastic.reshard.state_checksum import name_seed, weighted_sum
 from elastic.workers.in_process_restart import reset_process_state
 from tieredckpt import Checkpointer
 from tieredckpt.checkpointer.hydrate_from_survivors import hydrate_from_survivors
@@ -38,10 +38,6 @@ from tieredckpt.settings import load_settings
 from tieredckpt.tensors.state_dict import flatten_state, resolve_stateful
 
 WIDTH = 1024
-
-
-def _weigh(name: str, tensor: torch.Tensor, shape: tuple[int, ...], offsets: tuple[int, ...]) -> int:
-    return weighted_sum(name_seed(name), tensor, shape, offsets)
 
 
 class Cursor:
@@ -89,13 +85,12 @@ def noting(tensors: int) -> dict[str, float]:
     return {"tensors": count, "note_ms": 1e3 * min(note_s), "state_dicts_ms": 1e3 * min(dicts_s)}
 
 
+_worlds = itertools.count()
+
+
 def _enter(folder: str, rank: int) -> None:
-    name = Path(folder) / "worlds" / str(_enter.count)
-    _enter.count += 1
+    name = Path(folder) / "worlds" / str(next(_worlds))
     dist.init_process_group("gloo", store=dist.FileStore(str(name), 2), rank=rank, world_size=2)
-
-
-_enter.count = 0
 
 
 def _leave() -> None:
@@ -129,7 +124,7 @@ def _rank(rank: int, folder: str, mib: int, rounds: int) -> None:
             _enter(folder, rank)
             dist.barrier()
             began = time.perf_counter()
-            hydrate_from_survivors(held, dist.distributed_c10d._get_default_store(), rank, 2, weigh=_weigh)
+            hydrate_from_survivors(held, dist.distributed_c10d._get_default_store(), rank, 2)
             seconds["give"] = time.perf_counter() - began
             held.enter_world(turn)
             state = state_of(layers, WIDTH)

@@ -28,7 +28,9 @@ def run(rank: int, scene: Scene) -> list[dict[str, Any]]:
     mapping = WarmMapping(scene.folder / f"warm-{rank}", state)
     mapping.copy_in()
     copy_out = mapping.copier_out(target)
-    files, pickled, safe = (kind(scene.folder, rank, state) for kind in (DcpFiles, TorchFile, SafetensorsFile))
+    files = DcpFiles(scene.folder, rank, state)
+    pickled = TorchFile(scene.folder, rank, state)
+    safe = SafetensorsFile(scene.folder, rank, state)
     for opponent in (files, pickled, safe) if not scene.device else ():
         opponent.save()
     metadata = dcp.save(state, storage_writer=NullWriter(), no_dist=no_dist())

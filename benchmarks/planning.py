@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch.distributed as dist
@@ -39,7 +39,8 @@ def _collectives() -> int:
     if not dist.is_initialized():
         return 0
     # No public interface lists all groups; private ones of the checkpointer would be missed.
-    return sum(group._get_sequence_number_for_group() for group in dist.distributed_c10d._world.pg_map)
+    groups: Iterable[Any] = dist.distributed_c10d._world.pg_map
+    return sum(group._get_sequence_number_for_group() for group in groups)
 
 
 def _forget_plans() -> None:
@@ -64,21 +65,23 @@ def run(rank: int, scene: Scene) -> list[dict[str, Any]]:
 
             return save
 
+        start = Counted(lambda turn: ours.start(state, turn))
+        uncached, cached = Counted(plan(cached=False)), Counted(plan(cached=True))
         contenders = [
             Contender(
                 OURS,
                 "ours",
-                Counted(lambda turn: ours.start(state, turn)),
+                start,
                 ours.found,
                 after=ours.finish,
                 warm_runs=4,
                 note="planning, lease and the copy of some KiB",
             ),
-            Contender("dcp.save(null writer)", "opponent", Counted(plan(cached=False)), None, note="no bytes"),
+            Contender("dcp.save(null writer)", "opponent", uncached, None, note="no bytes"),
             Contender(
                 "dcp.save(null writer), plan cache",
                 "opponent",
-                Counted(plan(cached=True)),
+                cached,
                 None,
                 warm_runs=2,
                 note="no bytes",
@@ -92,7 +95,7 @@ def run(rank: int, scene: Scene) -> list[dict[str, Any]]:
             every_round=False,
             spoil=scene.spoil,
         )
-        for contender, row in zip(contenders, rows, strict=True):
-            row["collectives"] = contender.run.counts[-scene.rounds :]
+        for counted, row in zip((start, uncached, cached), rows, strict=True):
+            row["collectives"] = counted.counts[-scene.rounds :]
             row["tensors"] = len(state)
         return rows

@@ -51,6 +51,7 @@ class Ranks:
             ready = wait(list(waiting), _TIMEOUT_S)
             problem = "" if ready else f"ranks {sorted(waiting.values())} did not answer within {_TIMEOUT_S:.0f} s"
             for pipe in ready:
+                assert isinstance(pipe, Connection)
                 rank = waiting.pop(pipe)
                 try:
                     ok, answers[rank] = pipe.recv()

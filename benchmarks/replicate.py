@@ -25,7 +25,7 @@ from benchmarks.states import State, build, touch, turn_over
 from benchmarks.wires import Wire, raw_name
 from peerstore.shard_records import CHUNK_BYTES, ShardKey
 from tieredckpt import Checkpointer
-from tieredckpt.checkpointer.checkpointer import SaveHandle
+from tieredckpt.checkpointer.save_handle import SaveHandle
 
 OURS = "seal to 2 copies"
 DELTA = "seal to 2 copies, 1 chunk in 10 changed"

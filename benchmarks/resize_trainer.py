@@ -56,7 +56,7 @@ class Training:
         with torch.no_grad():
             for parameter in self.model.parameters():
                 bound = self.width**-0.5
-                parameter.to_local().uniform_(-bound, bound, generator=chance)
+                parameter.to_local().uniform_(-bound, bound, generator=chance)  # type: ignore[attr-defined]
 
     def say(self, what: str, **values: Any) -> None:
         self._diary.write(what, size=self.size, **values)
