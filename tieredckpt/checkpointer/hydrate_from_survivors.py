@@ -13,7 +13,7 @@ import dataclasses
 import io
 import logging
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -51,6 +51,7 @@ from tieredckpt.live.survivor_choice import (
     why_off,
 )
 from tieredckpt.live.survivor_state import Hydration, RetainedState, SurvivorState
+from tieredckpt.rank_error import RankError
 from tieredckpt.restore.fingerprint import can_be_fingerprinted, fingerprints_by_device
 from tieredckpt.session.agent_discovery import join_peer_agents
 from tieredckpt.session.session import Session, open_session
@@ -67,6 +68,10 @@ _MOST_TRIES = 3
 """Number of worlds that a state is retained for."""
 _MOST_BYTES = 256 << 20
 """Maximum bytes of one message: some hundred thousand tensors."""
+
+
+_Choose = Callable[[Mapping[int, str]], SurvivorChoice]
+"""Returns the choice without the steps in its argument, which has the reason for each."""
 
 
 class _JobHoldings(msgspec.Struct, frozen=True):
@@ -126,13 +131,15 @@ def _gather_holdings(
         SurvivorReport(state.last_world_epoch, holdings, state.reached_steps, proved, state.why_not()),
     )
     if exchange.rank == 0:
-        reports = exchange.receive_all([f"stand/{rank}" for rank in range(exchange.size)], SurvivorReport)
-        held, most, off = holdings_by_job(reports), trusted_steps(reports), why_off(reports)
-        job_holdings = {
-            job: _JobHoldings(step, held.get(job, {}), most.get(job), off)
-            for job, step in reached_steps(reports).items()
-        }
-        exchange.send("asked", job_holdings)
+        with exchange.answering("asked") as answer:
+            reports = exchange.receive_all([f"stand/{rank}" for rank in range(exchange.size)], SurvivorReport)
+            held, most, off = holdings_by_job(reports), trusted_steps(reports), why_off(reports)
+            answer(
+                {
+                    job: _JobHoldings(step, held.get(job, {}), most.get(job), off)
+                    for job, step in reached_steps(reports).items()
+                }
+            )
     return exchange.receive("asked", dict[str, _JobHoldings])
 
 
@@ -158,11 +165,13 @@ def _hydrate(
         with contextlib.closing(_ranks_before_training()) as ranks:
             session = ranks.call_on_all(lambda: open_session(job, settings))
             ranks.call_on_all(lambda: join_peer_agents(session, restoring=True))
-            choose = None
-            if exchange.rank == chooser:
+
+            def prepare() -> _Choose:
                 coverages = exchange.receive_all([f"{job}/{rank}" for rank in reporters], SurvivorCoverage)
-                choose = partial(_choose, job_holdings, coverages, *_required_names(session))
-            choice = _agree_on_choice(exchange, job, job_holdings, retained, choose)
+                return partial(_choose, job_holdings, coverages, *_required_names(session))
+
+            chooses = exchange.rank == chooser
+            choice = _agree_on_choice(exchange, job, job_holdings, retained, prepare if chooses else None)
             if choice.why:
                 return Hydration(job, "snapshot", -1, job_holdings.reached, choice.why)
             failpoint("live.chosen")
@@ -195,14 +204,17 @@ def _agree_on_choice(
     job: str,
     job_holdings: _JobHoldings,
     retained: RetainedState | None,
-    choose: Callable[[Mapping[int, str]], SurvivorChoice] | None,
+    prepare: Callable[[], _Choose] | None,
 ) -> SurvivorChoice:
-    """Return the choice of the rank that has ``choose``, a function of the steps to exclude.
+    """Return the choice of the rank that has ``prepare``, or raise its error on all ranks.
 
     A choice reads no tensor if no step is newer than the newest checkpoint. Otherwise replicas are compared first.
     """
-    if choose is not None:
-        exchange.send(f"{job}/candidate", choose({}))
+    choose: _Choose | None = None
+    if prepare is not None:
+        with exchange.answering(f"{job}/candidate") as answer:
+            choose = prepare()
+            answer(choose({}))
     candidate = exchange.receive(f"{job}/candidate", SurvivorChoice)
     replicas = [rank for ranks in ranks_to_compare(job_holdings.holdings).values() for rank in ranks]
     if candidate.why or not replicas:
@@ -210,9 +222,10 @@ def _agree_on_choice(
     if exchange.rank in replicas and retained is not None:
         exchange.send(f"{job}/content/{exchange.rank}", _content_digest(retained))
     if choose is not None:
-        contents = exchange.receive_all([f"{job}/content/{rank}" for rank in replicas], ContentDigest)
-        wrong = diverging_replicas(job_holdings.holdings, dict(zip(replicas, contents, strict=True)))
-        exchange.send(f"{job}/choice", choose(wrong))
+        with exchange.answering(f"{job}/choice") as answer:
+            contents = exchange.receive_all([f"{job}/content/{rank}" for rank in replicas], ContentDigest)
+            wrong = diverging_replicas(job_holdings.holdings, dict(zip(replicas, contents, strict=True)))
+            answer(choose(wrong))
     return exchange.receive(f"{job}/choice", SurvivorChoice)
 
 
@@ -309,6 +322,16 @@ class _Planner(DefaultSavePlanner):
         return io.BytesIO(archive_object(value)) if write_item.type is WriteItemType.BYTE_IO else value
 
 
+_NIL = msgspec.Raw(msgspec.msgpack.encode(None))
+
+
+class _Message(msgspec.Struct, frozen=True, array_like=True):
+    """A message, or the error of the rank that should have sent it."""
+
+    problem: RankError
+    body: msgspec.Raw
+
+
 class _StoreExchange:
     """Messages between the ranks of a world through their store."""
 
@@ -318,6 +341,18 @@ class _StoreExchange:
         self.size = size
 
     def send(self, name: str, message: object) -> None:
+        self._set(name, _Message(RankError(), msgspec.Raw(msgspec.msgpack.encode(message))))
+
+    @contextlib.contextmanager
+    def answering(self, name: str) -> Iterator[Callable[[object], None]]:
+        """Yield the function that sends the message ``name``; its receivers raise an error of the block."""
+        try:
+            yield partial(self.send, name)
+        except Exception as error:
+            self._set(name, _Message(RankError.of(error), _NIL))
+            raise
+
+    def _set(self, name: str, message: _Message) -> None:
         packed = zlib.compress(msgspec.msgpack.encode(message), 1)
         self._store.set(f"{_PREFIX}/{name}", packed)  # type: ignore[arg-type]
 
@@ -340,6 +375,9 @@ def _unpack(key: str, packed: bytes, kind: Any) -> Any:
             raise CheckpointDamagedError(f"{key}: more than {_MOST_BYTES >> 20} MiB")
         if not unpacking.eof:
             raise CheckpointDamagedError(f"{key}: it ends too early")
-        return from_msgpack(plain, kind)
+        message = from_msgpack(plain, _Message)
+        if message.problem.message:
+            raise message.problem.error()
+        return from_msgpack(bytes(message.body), kind)
     except (zlib.error, msgspec.MsgspecError) as error:
         raise CheckpointDamagedError(f"{key}: {error}") from error

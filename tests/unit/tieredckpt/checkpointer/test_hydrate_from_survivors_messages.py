@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import zlib
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from types import SimpleNamespace
 
 import msgspec
@@ -14,14 +15,16 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
 
 from tieredckpt.checkpointer import hydrate_from_survivors
-from tieredckpt.errors import CheckpointDamagedError
+from tieredckpt.errors import CheckpointDamagedError, TierUnavailableError
 from tieredckpt.live.survivor_choice import SurvivorChoice, SurvivorHolding
-from tieredckpt.live.survivor_state import RetainedState
+from tieredckpt.live.survivor_state import RetainedState, SurvivorState
+from tieredckpt.rank_error import RankError
 from tieredckpt.settings import Settings
 
 NAME = "stand/0"
 SAID = {"step": 7, "names": ["weight", "bias"] * 100}
-PACKED = zlib.compress(msgspec.msgpack.encode(SAID))
+NO_PROBLEM = RankError()
+PACKED = zlib.compress(msgspec.msgpack.encode([NO_PROBLEM, SAID]))
 
 
 @pytest.fixture
@@ -46,9 +49,10 @@ def test_message_round_trips(meeting):
         (PACKED[:-5], "ends too early"),
         (b"\x00" + PACKED[1:], "incorrect header"),
         (zlib.compress(b"\xc1"), "invalid"),
-        (zlib.compress(msgspec.msgpack.encode([1])), "Expected `object`"),
+        (zlib.compress(msgspec.msgpack.encode([NO_PROBLEM, [1]])), "Expected `object`"),
+        (zlib.compress(msgspec.msgpack.encode(SAID)), "Expected `array`"),
     ],
-    ids=["torn", "no zlib", "no msgpack", "something else"],
+    ids=["torn", "no zlib", "no msgpack", "something else", "no envelope"],
 )
 def test_a_damaged_message_is_refused(meeting, packed, why):
     with pytest.raises(CheckpointDamagedError, match=f"(?i){NAME}: .*{why}"):
@@ -82,7 +86,7 @@ def agreed_choice(tensors, newest=6):
     def agree(rank):
         exchange = hydrate_from_survivors._StoreExchange(store, rank, len(tensors))
         return hydrate_from_survivors._agree_on_choice(
-            exchange, "job", known, retained_state(tensors[rank]), choose if rank == 0 else None
+            exchange, "job", known, retained_state(tensors[rank]), (lambda: choose) if rank == 0 else None
         )
 
     with ThreadPoolExecutor(len(tensors)) as pool:
@@ -111,6 +115,44 @@ def test_replicas_are_not_read_beside_a_checkpoint_of_their_step(monkeypatch):
     monkeypatch.setattr(hydrate_from_survivors, "_content_digest", lambda _: pytest.fail("tensors were read"))
     choice = SurvivorChoice(why="step 7 is a complete checkpoint")
     assert agreed_choice([torch.zeros(3), torch.zeros(3)], newest=7) == [choice] * 2
+
+
+@pytest.mark.parametrize("fails_with", [{}, {7: "ranks 0 and 1 do not hold the same parameters"}])
+def test_failed_choice_fails_on_all_ranks(fails_with, monkeypatch):
+    """No rank waits for a choice that never comes."""
+    monkeypatch.setattr(hydrate_from_survivors, "_PATIENCE", timedelta(seconds=20))
+    ranks, store = 2, dist.HashStore()
+    known = hydrate_from_survivors._JobHoldings(7, {rank: SurvivorHolding(7, 0, "same") for rank in range(ranks)})
+
+    def choose(wrong):
+        if wrong == fails_with:
+            raise TierUnavailableError("the disk is gone")
+        return SurvivorChoice(7)
+
+    def agree(rank):
+        exchange = hydrate_from_survivors._StoreExchange(store, rank, ranks)
+        state = retained_state(torch.full((3,), float(rank)))
+        with pytest.raises(TierUnavailableError, match="the disk is gone"):
+            hydrate_from_survivors._agree_on_choice(
+                exchange, "job", known, state, (lambda: choose) if rank == 0 else None
+            )
+
+    with ThreadPoolExecutor(ranks) as pool:
+        list(pool.map(agree, range(ranks)))
+
+
+def test_damaged_report_is_an_error_on_all_ranks(monkeypatch):
+    monkeypatch.setattr(hydrate_from_survivors, "_PATIENCE", timedelta(seconds=20))
+    store = dist.HashStore()
+    store.set(f"{hydrate_from_survivors._PREFIX}/stand/2", b"torn")
+
+    def gather(rank):
+        exchange = hydrate_from_survivors._StoreExchange(store, rank, 3)
+        with pytest.raises(CheckpointDamagedError, match="stand/2"):
+            hydrate_from_survivors._gather_holdings(SurvivorState(), exchange, {})
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(gather, range(2)))
 
 
 @pytest.mark.parametrize("backend", ["gloo", "cpu:gloo", "silent"])
