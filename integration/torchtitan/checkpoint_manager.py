@@ -7,7 +7,6 @@ own: the last checkpoint, exports for Hugging Face, seed checkpoints and initial
 from __future__ import annotations
 
 import logging
-import signal
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
@@ -20,7 +19,7 @@ from torchtitan.config.override import derive
 from torchtitan.tools import filesystem
 
 from tieredckpt import Checkpointer, CheckpointNotFoundError, TieredCheckpointError, UsageError
-from tieredckpt.checkpointer.preemption import LastStepAgreement, PreemptionHandler, last_step_agreement
+from tieredckpt.checkpointer.preemption import PreemptionHandler, last_step_agreement
 from tieredckpt.checkpointer.save_handle import SaveState
 from tieredckpt.location import TIERED_SCHEME
 
@@ -50,8 +49,6 @@ class TieredCheckpointManager(CheckpointManager):
         grace_s: float = 25.0
         """Seconds after SIGTERM for the last step and its upload."""
 
-    _agreement: LastStepAgreement | None = None
-
     def __init__(self, config: Config, **parts: Any) -> None:
         self._ckpt: Checkpointer | None = None
         self._sigterm: PreemptionHandler | None = None
@@ -69,9 +66,9 @@ class TieredCheckpointManager(CheckpointManager):
             on_sigterm="ignore",  # all ranks have to stop, not only those with the signal
         )
         if not self.load_only:
-            self._sigterm = PreemptionHandler(self._flush, self._grace_s)
             ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-            self._agreement = last_step_agreement(self._ckpt.job, *ranks)
+            agreement = last_step_agreement(self._ckpt.job, *ranks)
+            self._sigterm = PreemptionHandler(self._flush, self._grace_s, agreement)
         log.info("steps are saved to %s, the last checkpoint to %s", config.url, self.folder)
 
     @property
@@ -126,9 +123,8 @@ class TieredCheckpointManager(CheckpointManager):
             self._save_last_step(curr_step)
             return True
         states = cast("dict[str, Any]", _LazyStates(self._flattened_model_states_sd))  # any mapping is a state
-        ends = self._sigterm if self._is_preempted(curr_step) else None
-        if ends is not None:
-            self._stop(states, curr_step, ends)
+        if self._sigterm is not None and self._sigterm.is_last(curr_step):
+            self._stop(states, curr_step, self._sigterm)
             return True
         durable = last_step and bool(self.checkpointer.settings.durable.url)
         saved = self.checkpointer.save(states, curr_step, force=is_due, durable=durable)
@@ -136,14 +132,6 @@ class TieredCheckpointManager(CheckpointManager):
             self._save_last_step(curr_step)
             saved.wait()
         return saved.state not in (SaveState.NOT_DUE, SaveState.SKIPPED, SaveState.FAILED)
-
-    def _is_preempted(self, step: int) -> bool:
-        """Return whether all ranks stop after ``step``, because some of them received SIGTERM."""
-        sigterm = self._sigterm
-        if sigterm is None or not sigterm.active:
-            return False
-        requested = sigterm.requested
-        return requested if self._agreement is None else self._agreement.is_last(step, told=requested)
 
     def _stop(self, states: dict[str, Any], step: int, sigterm: PreemptionHandler) -> None:
         """Seal the step on all ranks, and end each by SIGTERM or by the handler that was installed before."""
@@ -153,13 +141,7 @@ class TieredCheckpointManager(CheckpointManager):
             log.warning("SIGTERM: step %d of job %r is saved, training ends", step, job)
         except TieredCheckpointError as error:
             log.error("SIGTERM: step %d of job %r is not safe: %s", step, job, error)
-        if self._agreement is not None:
-            dist.barrier()  # the first rank that ends makes the launcher kill the others
-        if sigterm.requested:
-            sigterm.flush_and_exit()
-        else:
-            sigterm.close()
-            signal.raise_signal(signal.SIGTERM)
+        sigterm.exit_on_all_ranks()
 
     def _flush(self, timeout_s: float) -> None:
         ckpt = self.checkpointer

@@ -18,7 +18,7 @@ from transformers.trainer_jit_checkpoint import JITCheckpointCallback
 
 from integration.transformers.trainer_parts import TrainerParts
 from tieredckpt.checkpointer.checkpointer import Checkpointer
-from tieredckpt.checkpointer.preemption import LastStepAgreement, PreemptionHandler, last_step_agreement
+from tieredckpt.checkpointer.preemption import PreemptionHandler, last_step_agreement
 from tieredckpt.errors import TieredCheckpointError, UsageError
 
 log = logging.getLogger(__name__)
@@ -90,12 +90,11 @@ class TieredTrainerMixin:
         with contextlib.ExitStack() as stack:
             self._checkpointer = stack.enter_context(Checkpointer(**options))
             self._sigterm: PreemptionHandler | None = None
-            self._last_step: LastStepAgreement | None = None
             if self._options["on_sigterm"] == "save":
-                self._sigterm = PreemptionHandler(self._flush, self._options["grace_s"])
-                stack.callback(self._sigterm.close)
                 rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-                self._last_step = last_step_agreement(str(self._options["target"]), rank, size)
+                agreement = last_step_agreement(self._checkpointer.job, rank, size)
+                self._sigterm = PreemptionHandler(self._flush, self._options["grace_s"], agreement)
+                stack.callback(self._sigterm.close)
             return inherited.train(resume_from_checkpoint=given, **kwargs)
 
     # -- restoring --------------------------------------------------------------------------------------------
@@ -178,16 +177,10 @@ class TieredTrainerMixin:
             return
         self._seen_step = step
         state = self._parts.state_to_save()
-        if self._sigterm is not None and self._is_last(step, self._sigterm):
+        if self._sigterm is not None and self._sigterm.is_last(step):
             self._stop(state, step, self._sigterm)
         else:
             self._checkpointer.save(state, step, force=control.should_training_stop)
-
-    def _is_last(self, step: int, sigterm: PreemptionHandler) -> bool:
-        if not sigterm.active:
-            return False
-        told = sigterm.requested
-        return told if self._last_step is None else self._last_step.is_last(step, told=told)
 
     def _flush(self, seconds: float) -> None:
         durable = bool(self._checkpointer.settings.durable.url)
@@ -199,13 +192,7 @@ class TieredTrainerMixin:
             self._checkpointer.seal(state, step, durable=True, timeout_s=self._options["grace_s"])
         except TieredCheckpointError as error:
             log.error("step %d of %s is not safe: %s", step, self._options["target"], error)
-        if self._last_step is not None:
-            dist.barrier()  # the first rank that ends makes the launcher kill the others
-        if sigterm.requested:
-            sigterm.flush_and_exit()
-        else:
-            sigterm.close()
-            signal.raise_signal(signal.SIGTERM)
+        sigterm.exit_on_all_ranks()
         self.control.should_training_stop = True  # the caller's handler has returned
 
 

@@ -143,8 +143,8 @@ class Checkpointer:
         """Monotonic time of the last warning about a skipped step."""
         self.last_restore: RestoreReport | None = None
         """Report of the last :meth:`restore`: bytes read from each tier, or the reason why none were read."""
-        self._preemption = PreemptionHandler(self._flush, grace_s) if on_sigterm == "save" else None
-        self._last_step = last_step_agreement(self._location.job, self._ranks.rank, self._ranks.size)
+        agreement = last_step_agreement(self._location.job, self._ranks.rank, self._ranks.size)
+        self._preemption = PreemptionHandler(self._flush, grace_s, agreement) if on_sigterm == "save" else None
 
     @property
     def job(self) -> str:
@@ -191,7 +191,7 @@ class Checkpointer:
             )
         self._boundaries.record(state, step)
         self._report_step_made()
-        last = self._is_last(step)
+        last = self._preemption is not None and self._preemption.is_last(step)
         if step % self.settings.memory.every and not (force or keep or durable or last):
             return SaveHandle(step, SaveState.NOT_DUE)
         self._check_first_save(step)
@@ -245,13 +245,6 @@ class Checkpointer:
 
         self._ranks.call_on_all(check)
         self._first_save_checked = True
-
-    def _is_last(self, step: int) -> bool:
-        """Return whether all ranks save ``step`` as the last one, because some of them received SIGTERM."""
-        if self._preemption is None or not self._preemption.active:
-            return False
-        requested = self._preemption.requested
-        return requested if self._last_step is None else self._last_step.is_last(step, told=requested)
 
     def seal(self, state: StateDict, step: int, *, durable: bool = False, timeout_s: float = 600.0) -> SaveHandle:
         """Seal ``step`` on every rank and wait for its replicas, before the ranks exit.

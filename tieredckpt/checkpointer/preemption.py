@@ -39,7 +39,11 @@ class PreemptionHandler:
     saves and delivers the signal.
     """
 
-    def __init__(self, flush: Callable[[float], None], grace_s: float) -> None:
+    def __init__(
+        self, flush: Callable[[float], object], grace_s: float, agreement: LastStepAgreement | None = None
+    ) -> None:
+        """``agreement``: of the ranks that have to end after the same step."""
+        self._agreement = agreement
         self._flush = flush
         self._grace_s = grace_s
         self._pid = os.getpid()
@@ -63,11 +67,28 @@ class PreemptionHandler:
     def requested(self) -> bool:
         return self._deadline is not None
 
+    def is_last(self, step: int) -> bool:
+        """Return whether ``step`` is the last one of all ranks, because some of them received SIGTERM."""
+        if not self._active:
+            return False
+        requested = self.requested
+        return requested if self._agreement is None else self._agreement.is_last(step, told=requested)
+
     def flush_and_exit(self) -> None:
         """Flush the staged last save and deliver the signal."""
         self._steps.put(False)
         self._flush_once()
         self._deliver()
+
+    def exit_on_all_ranks(self) -> None:
+        """Deliver SIGTERM on every rank after its last step, whether or not this rank received it."""
+        if self._agreement is not None:
+            dist.barrier()  # the first rank that ends makes the launcher kill the others
+        if self.requested:
+            self.flush_and_exit()
+        else:
+            self.close()
+            signal.raise_signal(signal.SIGTERM)
 
     def close(self) -> None:
         """Restore the handler before this one, and deliver a signal that waits for its last save."""
