@@ -94,6 +94,8 @@ class CoordinatorSpec(msgspec.Struct, frozen=True, tag="coordinator"):
     """Number of nodes that the launcher starts on this machine."""
     join_command: str = ""
     """Command line that starts another node, for messages."""
+    farewell_s: float = 60.0
+    """Seconds after the end of the job in which connected nodes may learn of it."""
     requested_step: RequestedStep | None = None
     """The step that the first world restores."""
     holders: StepHolders = NO_STEP_HOLDERS
@@ -196,6 +198,7 @@ def run_coordinator(task: CoordinatorSpec, secret: bytes) -> JobEnd:
         candidate=task.candidate or _candidate_name(socket.gethostname()),
         since_term=task.since_term,
         stands_by=task.stands_by,
+        farewell_s=task.farewell_s,
     )
     handle_signals({signal.SIGTERM: coordinator.request_stop, signal.SIGINT: coordinator.request_stop})
     log.info("the coordinator of job %s listens on %s", task.job, coordinator.address)
@@ -401,6 +404,8 @@ class JobLauncher:
         self._coordinator_status: int | None = None
         """Exit status of the coordinator, ``None`` while it runs."""
         self._ended_at: float | None = None
+        """Monotonic time at which the coordinator ended, or the supervisors were last signaled."""
+        self._has_signaled_end = False
         self._restarts: collections.deque[float] = collections.deque()
         self._memory_files: list[int] = []
         """Memory files for the coordinators. A directory may become full or unreadable during the job."""
@@ -504,18 +509,26 @@ class JobLauncher:
         try:
             happened = self._inbox.get(timeout=_RETRY_S)
         except queue.Empty:
-            self._signal_disconnected()
+            self._end_late_supervisors()
             return
         happened()
 
-    def _signal_disconnected(self) -> None:
-        """Signal the end of the job to supervisors that were disconnected when the coordinator ended."""
+    def _end_late_supervisors(self) -> None:
+        """End the supervisors that run long after the coordinator.
+
+        A supervisor without a connection has missed the end, and reacts to a signal. A stopped one is killed.
+        """
         longest_s = max((task.exit_timeout_s for task in self._nodes), default=0.0)
         if self._ended_at is None or time.monotonic() - self._ended_at < longest_s + _DISCONNECTED_S:
             return
-        self._ended_at = None
-        for running in self._running.values():
-            running.signal(signal.SIGINT if self._coordinator_status else signal.SIGUSR1)
+        self._ended_at = time.monotonic()
+        for node, running in self._running.items():
+            if self._has_signaled_end:
+                log.warning("the supervisor of node %s does not exit after the end of the job, and is killed", node)
+                running.signal(signal.SIGKILL)
+            else:
+                running.signal(signal.SIGINT if self._coordinator_status else signal.SIGUSR1)
+        self._has_signaled_end = True
 
     def _is_done(self) -> bool:
         if self._coordinator is None:
@@ -564,9 +577,18 @@ class JobLauncher:
                 running.signal(signal.SIGTERM)
         else:
             self._print(f"{number.name}: the ranks seal and end within {self._grace_s:g} s")
-            self._request(StopJobRequest(number.name, self._grace_s), self._grace_s)
+            self._request(
+                StopJobRequest(number.name, self._grace_s), self._grace_s, partial(self._fail_stop, number.name)
+            )
 
-    def _request(self, question: CoordinatorRequest, within_s: float) -> None:
+    def _fail_stop(self, name: str) -> None:
+        """End the job at once: only the coordinator can agree with all ranks on a last step."""
+        if self._coordinator is not None:
+            raise JobFailedError(f"the coordinator did not answer {name}, so the ranks end without a common last step")
+
+    def _request(
+        self, question: CoordinatorRequest, within_s: float, on_failure: Callable[[], None] = lambda: None
+    ) -> None:
         """Send a request in a thread, with retries while the coordinator restarts."""
 
         def run() -> None:
@@ -578,6 +600,7 @@ class JobLauncher:
                 except ElasticError as error:
                     if time.monotonic() > deadline:
                         log.warning("the coordinator did not receive %s: %s", question, error)
+                        self._inbox.put(on_failure)
                         return
                 self._ending.wait(_RETRY_S)
 
