@@ -582,8 +582,8 @@ class JobLauncher:
             )
 
     def _fail_stop(self, name: str) -> None:
-        """End the job at once: only the coordinator can agree with all ranks on a last step."""
-        if self._coordinator is not None:
+        """End the job at once if the coordinator runs: only it can agree with all ranks on a last step."""
+        if self._coordinator is not None and self._coordinator_status is None:
             raise JobFailedError(f"the coordinator did not answer {name}, so the ranks end without a common last step")
 
     def _request(

@@ -361,7 +361,10 @@ class ReadTaskIterator:
 
 
 def portion_indices(schedule: SampleSchedule, portion: StepPortion) -> list[I64]:
-    """Return the indices of each microbatch: one call, which costs the time of 500 samples."""
+    """Return the indices of each microbatch.
+
+    All of them share one call, which costs the time of 500 samples.
+    """
     own = portion.microbatches
     if not own:
         return []

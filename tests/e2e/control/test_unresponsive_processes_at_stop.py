@@ -64,8 +64,8 @@ def job(tmp_path, monkeypatch):
     return JobLauncher(nodes, coordinator, secret, grace_s=2.0)
 
 
-def stop_with_a_stopped_process(job, pid_to_stop):
-    """Stop a process once all ranks have started, then the job."""
+def stop_with_a_stopped_process(job, pid_to_stop, then=lambda: None):
+    """Stop a process once all ranks have started, then the job, and call ``then``."""
     ended = threading.Event()
 
     def stop():
@@ -73,6 +73,7 @@ def stop_with_a_stopped_process(job, pid_to_stop):
         pid = pid_to_stop(job)
         os.kill(pid, signal.SIGSTOP)
         os.kill(os.getpid(), signal.SIGTERM)
+        then()
         if not ended.wait(ALLOWED_S):
             hung.append(pid)
             os.kill(pid, signal.SIGKILL)
@@ -99,6 +100,16 @@ def children(pid):
 def test_stopped_supervisor_is_killed(job):
     assert stop_with_a_stopped_process(job, lambda job: job._running["n1"].pid) == ExitCode.STOPPED
     assert job.killed_nodes == {"n1"}
+
+
+def test_signal_after_the_coordinator_has_ended_is_no_failure(job):
+    job._grace_s = 0.2
+
+    def signal_again():
+        wait_until(lambda: job._coordinator_status is not None, timeout_s=ALLOWED_S)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    assert stop_with_a_stopped_process(job, lambda job: job._running["n1"].pid, signal_again) == ExitCode.STOPPED
 
 
 def test_stopped_coordinator_fails_the_job(job):
