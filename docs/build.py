@@ -4,7 +4,8 @@
 
 Every relative link and anchor must lead to a file and a heading. Every Python block must compile, and a block after
 `<!-- examples/NAME -->` must equal that file. Every `make` target, every command and every test that a page names must
-exist. Each walk of `docs/architecture.md` has at most eight files and names existing code. Some reference pages are
+exist. `docs/architecture.md` lists every folder of the packages. Each walk of `docs/reference/code-walks.md`
+has at most eight files and names existing code. Some reference pages are
 generated from the code (`--write`), and must be current.
 """
 
@@ -107,6 +108,20 @@ def check_names(page: Page, commands: dict[str, set[str]]) -> None:
             page.wrong(f"`{token.content}`: there is no such test")
 
 
+def check_folders(page: Page) -> None:
+    """The page lists every folder of the packages, and no other."""
+    listed: set[str] = set()
+    for block in re.findall(r"^```\n(\w+/ .*?)^```", page.path.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL):
+        for package, folders in re.findall(r"^(\w+)/ .*\n((?:  .*\n)*)", block, re.MULTILINE):
+            listed |= {f"{package}/{name}" for name in re.findall(r"^  (\S+)", folders, re.MULTILINE)}
+    modules = (path.relative_to(ROOT).parent for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
+    found = {str(folder) for folder in modules if str(folder) not in PACKAGES}
+    for folder in sorted(found - listed):
+        page.wrong(f"the folder {folder} is not listed")
+    for folder in sorted(listed - found):
+        page.wrong(f"the folder {folder} does not exist")
+
+
 def check_walks(page: Page) -> None:
     """Every file and every identifier in a table of the walks exists; each row names code of its file."""
     text = page.path.read_text(encoding="utf-8")
@@ -194,6 +209,8 @@ def main() -> int:
         check_code(page)
         check_names(page, known)
         if page.path == ROOT / "docs/architecture.md":
+            check_folders(page)
+        if page.path == ROOT / "docs/reference/code-walks.md":
             check_walks(page)
         if page.path in generated:
             check_generated(page, generated[page.path])

@@ -300,7 +300,7 @@ def agent_operations_page() -> str:
     start = (
         f"# Operations of the agent\n\n{GENERATED}\n\nA process calls these operations on the agent's Unix socket. "
         "Messages are encoded as MessagePack. `NodeAgentClient` is the client in Python, and "
-        "[the architecture](../architecture.md) shows where it is used."
+        "[five walks](code-walks.md) show where it is used."
     )
     checkpoints = "## Checkpoints\n\nTypes for the client and the server: `tieredckpt/agent/agent_methods.py`."
     shards = (

@@ -66,6 +66,19 @@ def test_walk_check_limits_the_number_of_files(build, tmp_path, monkeypatch):
     assert problems(build, tmp_path, monkeypatch, *[GOOD] * 9) == ["walk 'A save' has 9 files, and the limit is 8"]
 
 
+def test_folder_check_reports_unlisted_and_missing_folders(build, tmp_path, monkeypatch):
+    listed = (ROOT / "docs/architecture.md").read_text()
+    path = tmp_path / "architecture.md"
+    path.write_text(listed.replace("  restore  ", "  restores "))
+    page = build.Page(path, [], set())
+    monkeypatch.setattr(build.Page, "wrong", lambda self, text: self.problems.append(text))
+    build.check_folders(page)
+    assert page.problems == [
+        "the folder tieredckpt/restore is not listed",
+        "the folder tieredckpt/restores does not exist",
+    ]
+
+
 def test_docs_check_covers_the_pages_of_the_root(build):
     assert set(ROOT.glob("*.md")) <= set(build.pages())
 
