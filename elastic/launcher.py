@@ -403,8 +403,8 @@ class JobLauncher:
         self._coordinator_process: ChildProcess | None = None
         self._coordinator_status: int | None = None
         """Exit status of the coordinator, ``None`` while it runs."""
-        self._ended_at: float | None = None
-        """Monotonic time at which the coordinator ended, or the supervisors were last signaled."""
+        self._due_at: float | None = None
+        """Monotonic time by which the supervisors end without another signal, ``None`` while the job runs."""
         self._has_signaled_end = False
         self._restarts: collections.deque[float] = collections.deque()
         self._memory_files: list[int] = []
@@ -488,7 +488,8 @@ class JobLauncher:
         """
         self._coordinator_process = None
         if status in EXIT_STATUS.values() or self._coordinator is None or not self._address or self._ending.is_set():
-            self._coordinator_status, self._ended_at = status, time.monotonic()
+            self._coordinator_status = status
+            self._due_at = time.monotonic() + self._exit_timeout_s
             return
         now = time.monotonic()
         self._restarts.append(now)
@@ -514,21 +515,24 @@ class JobLauncher:
         happened()
 
     def _end_late_supervisors(self) -> None:
-        """End the supervisors that run long after the coordinator.
+        """End the supervisors that run long after the end of the job, or of this machine's part in it.
 
         A supervisor without a connection has missed the end, and reacts to a signal. A stopped one is killed.
         """
-        longest_s = max((task.exit_timeout_s for task in self._nodes), default=0.0)
-        if self._ended_at is None or time.monotonic() - self._ended_at < longest_s + _DISCONNECTED_S:
+        if self._due_at is None or time.monotonic() < self._due_at:
             return
-        self._ended_at = time.monotonic()
+        self._due_at = time.monotonic() + self._exit_timeout_s
         for node, running in self._running.items():
             if self._has_signaled_end:
                 log.warning("the supervisor of node %s does not exit after the end of the job, and is killed", node)
                 running.signal(signal.SIGKILL)
             else:
-                running.signal(signal.SIGINT if self._coordinator_status else signal.SIGUSR1)
+                running.signal(signal.SIGUSR1 if self._coordinator_status == 0 else signal.SIGINT)
         self._has_signaled_end = True
+
+    @property
+    def _exit_timeout_s(self) -> float:
+        return max((task.exit_timeout_s for task in self._nodes), default=0.0) + _DISCONNECTED_S
 
     def _is_done(self) -> bool:
         if self._coordinator is None:
@@ -565,6 +569,8 @@ class JobLauncher:
             return
         self.noticed |= number is signal.SIGUSR1
         self._interrupts += number is signal.SIGINT
+        if self._coordinator is None and self._due_at is None:
+            self._due_at = time.monotonic() + self._grace_s + self._exit_timeout_s
         if self._interrupts > 1:
             self._print("ended at once")
             self._ending.set()

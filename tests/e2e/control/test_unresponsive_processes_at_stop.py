@@ -7,6 +7,7 @@ import signal
 import threading
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from elastic import launcher
@@ -64,6 +65,16 @@ def job(tmp_path, monkeypatch):
     return JobLauncher(nodes, coordinator, secret, grace_s=2.0)
 
 
+@pytest.fixture
+def one_machine(job, tmp_path):
+    """The launcher of one machine of the job, whose coordinator runs on another machine."""
+    job._start_coordinator(job._coordinator)
+    wait_until((tmp_path / "address").exists, timeout_s=ALLOWED_S)
+    nodes = [msgspec.structs.replace(node, coordinator=(tmp_path / "address").read_text()) for node in job._nodes]
+    yield JobLauncher(nodes, None, job._secret, grace_s=2.0)
+    job._kill_all()
+
+
 def stop_with_a_stopped_process(job, pid_to_stop, then=lambda: None):
     """Stop a process once all ranks have started, then the job, and call ``then``."""
     ended = threading.Event()
@@ -100,6 +111,11 @@ def children(pid):
 def test_stopped_supervisor_is_killed(job):
     assert stop_with_a_stopped_process(job, lambda job: job._running["n1"].pid) == ExitCode.STOPPED
     assert job.killed_nodes == {"n1"}
+
+
+def test_stopped_supervisor_of_a_preempted_machine_is_killed(one_machine):
+    stop_with_a_stopped_process(one_machine, lambda job: job._running["n1"].pid)
+    assert one_machine.killed_nodes == {"n1"}
 
 
 def test_signal_after_the_coordinator_has_ended_is_no_failure(job):
