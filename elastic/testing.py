@@ -265,7 +265,7 @@ class InMemoryControlPlane:
         coordinator, before = self._coordinator, self.epoch
         with coordinator._changed:
             if not self._is_outside and not self.is_finished and self.sealed_step is None:
-                coordinator._break(f"rank {self.rank} came back without being asked")
+                coordinator._break(f"rank {self.rank} left its world without a reported fault")
             self.is_waiting = True
             try:
                 coordinator._form()

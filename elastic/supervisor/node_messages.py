@@ -153,7 +153,7 @@ def _is_behind(status: RankStatus, *, agreed: bool) -> bool:
 
 def _reported_fault(status: RankStatus, *, broken: bool) -> str | None:
     if status.fault is None and not broken and status.phase is RankPhase.READY and status.sealed is None:
-        return "it came back without being asked"
+        return "it left its world without a reported fault"
     return status.fault
 
 

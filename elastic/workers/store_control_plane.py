@@ -450,7 +450,7 @@ class StoreControlPlane:
         self._mark_left()
         if self._finished or self._sealed:
             raise Dismissed("the launcher of this process starts the next ones")
-        reason = self._state.reason or "left without being asked"
+        reason = self._state.reason or "left without a reported fault"
         raise JobFailedError(f"this world has ended ({reason}), and its launcher has to start the next one")
 
     def _start(self, work: Callable[..., None], *args: object) -> None:

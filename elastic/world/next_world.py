@@ -132,10 +132,10 @@ def _ready(transition: WorldTransition, event: NodeReady) -> None:
         return
     if event.epoch < member.epoch:
         if member.has_ranks and event.spawn_count > member.spawn_count:
-            transition.break_world(f"processes of {member.node} were replaced, and nobody was told", member.node)
+            transition.break_world(f"processes of {member.node} were replaced without a notice", member.node)
         return
     if member.has_ranks and transition.world.phase is WorldPhase.RUNNING:
-        transition.break_world(f"the ranks of {member.node} have left the world without being asked", member.node)
+        transition.break_world(f"the ranks of {member.node} have left the world without a reported fault", member.node)
         if transition.world.phase.is_over:
             return
         member = transition.world.members[member.node]

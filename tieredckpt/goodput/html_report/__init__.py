@@ -59,14 +59,12 @@ def _runs(one: Analysis) -> Markup:
         (
             utc_text(run.start_us),
             duration_text((run.end_us - run.start_us) / 1e6),
-            run.how or "no end is written down",
+            run.how or "no end was recorded",
             run.words,
         )
         for run in one.runs
     ]
-    return report_section(
-        "runs", "Runs", html_table(("began", "lasted", "ended", "in its words"), body, right=("lasted",))
-    )
+    return report_section("runs", "Runs", html_table(("began", "lasted", "ended", "message"), body, right=("lasted",)))
 
 
 def _warnings(one: Analysis) -> Markup | None:

@@ -225,7 +225,7 @@ def _unprotected(one: Analysis, box: PlotFrame) -> list[Markup]:
         missed = f", {count_text(part.left_out, 'save')} skipped or failed" if part.left_out else ""
         words = f"{run_time_text(start)}  nothing {newer} was protected for {duration_text(end - start)}{missed}"
         if part.lasts:
-            words += "; nothing says that it ended"
+            words += "; no end was recorded"
         wide = max(last - first, 2.0)
         shape = element(
             "rect", element("title", words), x=first, y=box.bottom - 5, width=wide, height=5.0, class_="unprotected"
@@ -335,10 +335,10 @@ def loss_section(one: Analysis) -> Markup:
     reported = [step for step in one.step_views if step.loss is not None and math.isfinite(step.loss)]
     bad = [step for step in one.step_views if step.not_finite]
     if not reported:
-        words = _not_finite(bad) if bad else "The script said no loss: world.report(loss=...) does"
+        words = _not_finite(bad) if bad else "No loss was reported. Call world.report(loss=...) in the script"
         return report_section("loss", "Loss", note=f"{words}.")
     undone = sum(not step.counts for step in reported)
-    note = f"{count_text(len(reported), 'step')} said their loss"
+    note = f"{count_text(len(reported), 'step')} reported a loss"
     if undone:
         note += f"; {undone:,} of them {'was' if undone == 1 else 'were'} undone by a fault (in yellow)"
     if bad:
@@ -434,7 +434,7 @@ def throughput_section(one: Analysis) -> Markup:
     seconds = (one.end_us - one.start_us) / 1e6
     counted = [step for step in one.step_views if step.counts]
     if not counted or not seconds:
-        return report_section("throughput", "Throughput", note="No step was written down that counts.")
+        return report_section("throughput", "Throughput", note="No step that counts was recorded.")
     bins = TimeBins(0.0, seconds, min(_THROUGHPUT_COLUMNS, max(12, 2 * len(counted))))
     total = 0.0
     for step in counted:
@@ -448,9 +448,9 @@ def throughput_section(one: Analysis) -> Markup:
     level = element("path", d=f"M{svg_number(PLOT_LEFT)} {y}H{svg_number(PLOT_RIGHT)}", class_="mean")
     shapes: MarkupPart = (_throughput_columns(box, rates, bins.width), level, fault_lines(box, one))
     picture = svg_chart(box, f"{unit} per second", value_grid(box, si_text, 3), shapes, time_axis(box, seconds))
-    note = f"Steps that count, {unit} a second; dashed: {si_text(mean)} a second over all of the time"
+    note = f"Steps that count, {unit} per second; dashed: {si_text(mean)} per second over all of the time"
     best = max(rates)
-    share = f", {percent_text(mean / best)} of the best moment" if best else ""
+    share = f", {percent_text(mean / best)} of the highest rate" if best else ""
     return report_section("throughput", "Throughput", picture, note=f"{note}{share}.")
 
 

@@ -77,7 +77,7 @@ def data_value(shown: str, value: float | str) -> Markup:
     return element("data", shown, value=repr(value) if isinstance(value, float) else str(value))
 
 
-_PROSE = ("in its words", "most often")
+_PROSE = ("message", "most frequent message")
 """Columns of error messages, whose paths and names can be wider than the page."""
 
 
@@ -299,7 +299,7 @@ CATEGORY_KINDS = (
     DisplayKind("recovery", "recovery", "#d33f49", "#dd5560"),
     DisplayKind("ending", "end", "#b7c1cc", "#5d6975"),
     DisplayKind("down", "not running", "#6b7785", "#46515c"),
-    DisplayKind("unknown", "not known", "#dde2e8", "#333d47"),
+    DisplayKind("unknown", "unknown", "#dde2e8", "#333d47"),
     DisplayKind("missing", "missing ranks", "#eef1f4", "#232b33"),
 )
 _STAGES = (
@@ -313,7 +313,7 @@ _STAGES = (
     DisplayKind("hydrate", "hydrate", "#3f6fd0", "#5b87e0"),
     DisplayKind("loader", "loader", "#2fa6b5", "#34a3b1"),
     DisplayKind("first_step", "first step", "#8fbf4f", "#86b549"),
-    DisplayKind("other", "not said", "#c3b3a6", "#8d8078"),
+    DisplayKind("other", "not reported", "#c3b3a6", "#8d8078"),
 )
 DISPLAY_KINDS = {one.name: one for one in (*CATEGORY_KINDS, *_STAGES)}
 _ORDER = ("productive", "save", "lost", "startup", "resize", *(one.name for one in _STAGES), "recovery")

@@ -41,7 +41,7 @@ _GOOD, _POOR = 0.95, 0.8
 
 def report_header(one: Analysis) -> Markup:
     if one.is_running:
-        state, colour = "no end is written down", "state"
+        state, colour = "no end was recorded", "state"
     else:
         how = one.runs[-1].how
         state, colour = how, "state good" if how == "finished" else "state" if how == "stopped" else "state bad"
@@ -109,7 +109,7 @@ def _tiles(one: Analysis) -> list[tuple[str, str, MarkupPart, MarkupPart]]:
     seconds = one.wall.total / 1e6
     for name, value in (("tokens", one.tokens), ("samples", one.samples)):
         if value is not None and seconds:
-            each = f"{si_text(value / seconds)} a second, pauses included"
+            each = f"{si_text(value / seconds)} per second, pauses included"
             tiles.append(("", name, data_value(si_text(value), value), each))
             break
     if one.save_s.count:
@@ -126,7 +126,7 @@ def _protected(one: Analysis, step: int) -> tuple[str, str, MarkupPart, MarkupPa
     more = (
         f"unprotected {count_text(times, 'time')}, for {duration_text(total_s)}"
         if times
-        else "and never without for long"
+        else "never unprotected for long"
     )
     if since_us is not None:
         more = f"unprotected since {utc_text(since_us)}"
@@ -210,12 +210,12 @@ def recoveries_section(one: Analysis) -> Markup:
     transitions = [transition for transition in one.recoveries if transition.category is TimeCategory.RECOVERY]
     title = "Recoveries"
     if not transitions:
-        return report_section("recoveries", title, note="There was nothing to recover from.")
+        return report_section("recoveries", title, note="No recovery was recorded.")
     resumed = [transition for transition in transitions if transition.resumed]
     counted = count_text(len(transitions), "recovery").replace("recoverys", "recoveries")
     note = f"{counted}, from the fault to the next step"
     if len(resumed) < len(transitions):
-        note += f"; {len(transitions) - len(resumed):,} did not get there{' yet' if one.is_running else ''}"
+        note += f"; {len(transitions) - len(resumed):,} not resumed{' yet' if one.is_running else ''}"
     parts: list[MarkupPart] = []
     if len(transitions) <= _EACH:
         parts.append(
@@ -223,7 +223,7 @@ def recoveries_section(one: Analysis) -> Markup:
         )
     else:
         if resumed:
-            parts += [element("h3", "how long they took"), _histogram(resumed)]
+            parts += [element("h3", "durations"), _histogram(resumed)]
             parts += [element("h3", "one of each kind, by stages"), _bars(one, _typical(resumed), [])]
         slowest = sorted(transitions, key=lambda transition: -transition.seconds)[:_SLOWEST]
         parts += [
@@ -244,7 +244,7 @@ def other_transitions_section(one: Analysis) -> Markup:
     """Return the section of transitions without a recovery: starts and resizes."""
     transitions = [transition for transition in one.recoveries if transition.category is not TimeCategory.RECOVERY]
     if not transitions:
-        return report_section("resizes", "Starts and resizes", note="Neither a start nor a resize was written down.")
+        return report_section("resizes", "Starts and resizes", note="No start or resize was recorded.")
     shown = (
         transitions
         if len(transitions) <= _EACH
@@ -392,7 +392,7 @@ def _histogram(transitions: Sequence[TransitionRecord]) -> Markup:
                 class_="strong",
             )
         )
-    return charts.svg_chart(box, "how long recoveries took", parts)
+    return charts.svg_chart(box, "durations of recoveries", parts)
 
 
 def stage_table(one: Analysis, category: TimeCategory) -> Markup | None:
@@ -440,7 +440,7 @@ def faults_section(one: Analysis) -> Markup:
     pairs = [(fault, transition) for transition in one.recoveries for fault in transition.faults]
     pairs.sort(key=lambda pair: (pair[0].at_us, pair[0].noticed_us))
     if not pairs:
-        return report_section("faults", "Faults", _unnoticed(one), note="No fault was written down.")
+        return report_section("faults", "Faults", _unnoticed(one), note="No fault was recorded.")
     parts: list[MarkupPart] = []
     if len(pairs) > _BRIEF:
         parts.append(_by_kind(pairs))
@@ -450,9 +450,9 @@ def faults_section(one: Analysis) -> Markup:
         shown = sorted(costly, key=lambda pair: (pair[0].at_us, pair[0].noticed_us))
         note = f"{count_text(len(pairs), 'fault')}; each of the {_SHOWN} that cost most is listed"
     table = html_table(
-        ("at", "where", "what", "in its words", "went on", "back after", "steps lost"),
+        ("at", "where", "what", "message", "result", "resumed after", "steps lost"),
         [_row(one, fault, transition, first=transition.faults[0] is fault) for fault, transition in shown],
-        right=("at", "back after", "steps lost"),
+        right=("at", "resumed after", "steps lost"),
     )
     many = len(shown) > _BRIEF
     parts.append(
@@ -477,7 +477,7 @@ def _unnoticed(one: Analysis) -> Markup | None:
         )
         for each in one.injections[:_SHOWN]
     ]
-    head = ("at", "where", "what", "step", "in its words")
+    head = ("at", "where", "what", "step", "message")
     table = html_table(head, body, right=("at", "step"))
     return element("div", element("h3", f"{count_text(len(one.injections), 'injection')} that broke no world"), table)
 
@@ -488,14 +488,14 @@ def _row(one: Analysis, fault: FaultRecord, transition: TransitionRecord, *, fir
     injected = element("div", element("span", f"injected: {fault.injected}", class_="tag")) if fault.injected else None
     reason = fault.reason if len(fault.reason) <= _LONG else f"{fault.reason[:_LONG]}…"
     at = run_time_text((fault.at_us - one.start_us) / 1e6)
-    what: MarkupPart = (fault.kind or "not said", injected)
+    what: MarkupPart = (fault.kind or "not reported", injected)
     if not first:
         return (
             at,
             fault_location(fault),
             what,
             (reason, after),
-            element("span", "with the one before", class_="sub"),
+            element("span", "with the previous fault", class_="sub"),
             "",
             "",
         )
@@ -521,7 +521,7 @@ def _row(one: Analysis, fault: FaultRecord, transition: TransitionRecord, *, fir
 def _by_kind(pairs: Sequence[_Pair]) -> Markup:
     kinds: dict[str, list[_Pair]] = {}
     for pair in pairs:
-        kinds.setdefault(pair[0].kind or "not said", []).append(pair)
+        kinds.setdefault(pair[0].kind or "not reported", []).append(pair)
     total = sum(transition.cost_s for fault, transition in pairs if transition.faults[0] is fault) or 1.0
     body = []
     for kind, found in sorted(kinds.items(), key=lambda item: (-len(item[1]), item[0])):
@@ -542,8 +542,8 @@ def _by_kind(pairs: Sequence[_Pair]) -> Markup:
                 element("span", usual[:160], class_="sub"),
             )
         )
-    head = ("what", "faults", "nodes", "p50", "p99", "of what faults cost", "most often")
-    return html_table(head, body, right=("faults", "nodes", "p50", "p99", "of what faults cost"))
+    head = ("what", "faults", "nodes", "p50", "p99", "share of the cost", "most frequent message")
+    return html_table(head, body, right=("faults", "nodes", "p50", "p99", "share of the cost"))
 
 
 _DOTS = 600
@@ -562,7 +562,7 @@ _COLOURS = ("productive", "hydrate", "lost", "save", "resize", "groups")
 def saves_section(one: Analysis) -> Markup:
     told = one.save_s
     if not told.count:
-        return report_section("saves", "Saves", note="No save was written down.")
+        return report_section("saves", "Saves", note="No save was recorded.")
     seconds = (one.end_us - one.start_us) / 1e6
     blocked_us = one.wall.by.get(TimeCategory.SAVE.value, 0)
     share = percent_text(one.wall.share(TimeCategory.SAVE.value))
@@ -610,7 +610,7 @@ def restores_section(one: Analysis) -> Markup:
     total = sum(one.restores.values())
     if not total:
         return report_section("restores", "Restores", note="No restore was recorded.")
-    note = f"{count_text(total, 'restore')} by ranks that came into a world."
+    note = f"{count_text(total, 'restore')} by ranks that joined a world."
     modes = html_table(
         ("resumed from", "", "ranks"),
         [

@@ -389,7 +389,7 @@ def test_a_supervisor_that_began_again_has_lost_its_ranks():
 def test_ranks_that_leave_unprompted_break_the_world():
     job = ReconcilerDriver(FOUR, "abcd")
     job.rank_ready("c")
-    assert "without being asked" in job.action_of(BreakWorld).reason
+    assert "without a reported fault" in job.action_of(BreakWorld).reason
 
 
 def test_a_process_that_was_replaced_unasked_breaks_the_world():

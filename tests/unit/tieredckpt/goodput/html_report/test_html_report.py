@@ -166,9 +166,9 @@ def test_halves_of_characters_can_be_written():
 
 def test_few_faults_each_have_a_bar_and_many_are_summed_up():
     few, many = html_report(analyse(JOBS["minutes"])), html_report(analyse(JOBS["days"]))
-    assert "how long they took" not in few
+    assert ">durations<" not in few
     assert few.count('class="mark"') == 3
-    assert "how long they took" in many
+    assert ">durations<" in many
     assert "faults one by one" in many
     assert "70 faults" in many
 
@@ -177,7 +177,7 @@ def test_losses_are_shown_where_recorded():
     with_, without = html_report(analyse(JOBS["minutes"])), html_report(analyse(JOBS["no fault, no loss"]))
     assert "loss over steps" in with_
     assert "loss over steps" not in without
-    assert "said no loss" in without
+    assert "No loss was reported" in without
     assert "tokens per second" in with_
     assert "steps per second" in without
 
