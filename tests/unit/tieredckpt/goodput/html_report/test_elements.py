@@ -112,8 +112,6 @@ def test_numbers_for_people(shown, expected):
 
 
 def test_only_prose_columns_break_inside_words():
-    table = html_table(
-        ("what", "steps lost", "message"), [("process", "1", "/a/long/path")], right=("steps lost",)
-    )
+    table = html_table(("what", "steps lost", "message"), [("process", "1", "/a/long/path")], right=("steps lost",))
     assert "<td>process</td>" in table
     assert '<td class="prose">/a/long/path</td>' in table
