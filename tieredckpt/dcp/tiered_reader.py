@@ -104,6 +104,10 @@ class TieredReader(StorageReader):
         self._order: list[Candidate] = []
         self._usable: list[Candidate] = []
         """Usable complete steps of all branches from the last list of steps."""
+        self._unusable: set[VersionId] = set()
+        """Steps that were listed as complete and could not be used."""
+        self._damaged: dict[VersionId, int] = {}
+        """A damaged part in this node's memory for each step that has one."""
         self._avoided: Mapping[VersionId, int] = {}
         """Number of crashed loads on this node of steps that are avoided for it."""
         self._described_step = -1
@@ -395,6 +399,9 @@ class TieredReader(StorageReader):
                     dtype_from_name(dtype)
                 self._steps[group] = step
             except (CheckpointDamagedError, CheckpointNotFoundError) as error:
+                if isinstance(error, CheckpointNotFoundError) and group in self._damaged:
+                    damage = f"part {self._damaged[group]} was damaged in memory, and no other copy was found"
+                    error = CheckpointDamagedError(damage)
                 self._refuse(group, error)
                 self._undescribed[group] = error
                 return None
@@ -453,6 +460,7 @@ class TieredReader(StorageReader):
         self._unreadable[group] |= {part for part, check in bad.items() if check is ShardCheck.UNREADABLE}
         part, check = next(iter(bad.items()))
         self._refused.append(f"step {group.version}: part {part} in memory: {check.value}")
+        self._damaged.update({group: part for part, check in bad.items() if check is ShardCheck.DAMAGED})
         self._unpin()
         del self._steps[group]
 
@@ -472,6 +480,7 @@ class TieredReader(StorageReader):
 
     def _refuse(self, group: VersionId, error: Exception) -> None:
         log.error("step %d of %s cannot be used: %s", group.version, self._location.job, error)
+        self._unusable.add(group)
         self._refused.append(f"step {group.version}: {error}")
 
     def _unpin(self) -> bool:
@@ -553,7 +562,8 @@ class TieredReader(StorageReader):
             group.version, group, dict(read.bytes_by_tier), seconds, tuple(self._refused), dict(read.bytes_by_node)
         )
         report.proof = proof
-        report.newer_steps = tuple(one.version_id for one in newer_steps(self._usable, group))
+        usable = (one for one in self._usable if one.version_id not in self._unusable)
+        report.newer_steps = tuple(one.version_id for one in newer_steps(usable, group))
         return report
 
     def describe_newer_steps(self) -> str:

@@ -53,10 +53,14 @@ def slot_files(directory):
 
 
 def end_job(agent, directory):
-    """End the successful job and return the slot files that remain in memory."""
+    """End the successful job and return the slot files that remain in memory, which the agent serves."""
     pid = agent_pid(directory)
     agent.shut_down()
-    wait_process_ended(pid)
+    if slot_files(directory):
+        assert agent.kept_directory == directory
+        assert agent_pid(directory) == pid
+    else:
+        wait_process_ended(pid)
     return slot_files(directory)
 
 

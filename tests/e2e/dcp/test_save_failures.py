@@ -18,6 +18,7 @@ from tests.support.bits import assert_same_bits, zeros_like_state
 from tests.support.jobs import CheckpointJob, state_at
 from tests.support.oldest_torch import without_collectives
 from tests.support.scripts import run_script
+from tests.support.stores import flip_byte, pinned_file
 from tieredckpt import (
     CheckpointDamagedError,
     Checkpointer,
@@ -287,6 +288,23 @@ def test_restore_of_damaged_steps_raises_with_the_cause(agent_dir):
         with pytest.raises((CheckpointDamagedError, CheckpointNotFoundError)):
             ckpt.restore(state, step=0)
         assert_same_bits(small(7), state)
+
+
+def test_damaged_step_is_not_called_left_behind(agent_dir, caplog):
+    with Checkpointer(JOB) as ckpt:
+        for step in (0, 1):
+            ckpt.save(small(step), step).wait()
+        store = ckpt.session.agent.store
+        pin = store.pin(max((shard.key for shard in store.list_shards("loop")), key=lambda key: key.version))
+        flip_byte(pinned_file(pin), pin.record.size_bytes // 2)
+        pin.close()
+        store.unpin(pin.id)
+    close_sessions()
+    with Checkpointer(JOB) as ckpt:
+        assert ckpt.restore(small(9)) == 0
+        assert ckpt.last_restore.newer_steps == ()
+    assert "looking for another copy" in caplog.text
+    assert "To keep step" not in caplog.text
 
 
 def test_null_checkpointer_matches_the_real_interface():
