@@ -460,7 +460,9 @@ class TieredReader(StorageReader):
         self._unreadable[group] |= {part for part, check in bad.items() if check is ShardCheck.UNREADABLE}
         part, check = next(iter(bad.items()))
         self._refused.append(f"step {group.version}: part {part} in memory: {check.value}")
-        self._damaged.update({group: part for part, check in bad.items() if check is ShardCheck.DAMAGED})
+        damaged = [part for part, check in bad.items() if check is ShardCheck.DAMAGED]
+        if damaged:
+            self._damaged[group] = damaged[0]
         self._unpin()
         del self._steps[group]
 
