@@ -52,7 +52,11 @@ ERRORS: dict[str, tuple[str, str]] = {
     ),
     "SaveFailedError": (
         "This save failed; the newest complete step stays",
-        "Training may continue. The message has the cause",
+        'Training may continue; `Checkpointer(on_failure="raise")` stops it. The message has the cause',
+    ),
+    "JobTakenOverError": (
+        "Another process with the same job name has begun to save; `Checkpointer.save` raises it",
+        "Stop one of the two. Two trainings need two job names",
     ),
     "NonFiniteStateError": (
         "A tensor has become NaN or infinite",

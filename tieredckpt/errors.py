@@ -113,6 +113,10 @@ class SaveFailedError(TieredCheckpointError):
     """The step was not saved, or not to every requested tier."""
 
 
+class JobTakenOverError(SaveFailedError):
+    """Another process with the job's name has begun to save, so this one can no longer save."""
+
+
 class NonFiniteStateError(SaveFailedError):
     """A tensor of the state became NaN or infinite. The step does not replace the last finite one."""
 

@@ -134,8 +134,9 @@ class Resolution:
         ]
         if self.other_steps:
             known = self.other_steps
-            older = f"{len(known) - _MAX_LISTED} older ones and " * (len(known) > _MAX_LISTED)
-            noun = "is step" if len(known) == 1 else f"are {older}steps"
+            older = len(known) - _MAX_LISTED
+            more = f"{older} older step{'s' * (older > 1)} and " if older > 0 else ""
+            noun = "is step" if len(known) == 1 else f"are {more}steps"
             lines.append(f"there {noun} {', '.join(known[-_MAX_LISTED:])}")
         for tier in self.unreachable:
             why = f": {self.reasons[tier]}" if tier in self.reasons else ""

@@ -24,6 +24,7 @@ PUBLIC = {
         "Checkpointer",
         "DurableRefusedError",
         "FormatVersionError",
+        "JobTakenOverError",
         "MismatchError",
         "MissingStepError",
         "NonFiniteStateError",

@@ -47,6 +47,7 @@ from tieredckpt.dcp.plain_checkpoints import plain_steps
 from tieredckpt.dcp.rank_group import RankGroup, unwrap_save_error
 from tieredckpt.dcp.restore_report import RestoreReport
 from tieredckpt.errors import (
+    JobTakenOverError,
     StoreBusyError,
     TieredCheckpointError,
     TierUnavailableError,
@@ -171,12 +172,13 @@ class Checkpointer:
 
         The first save checks the job:
 
-        - :class:`UsageError`: an earlier run has a newer step and nothing was restored.
+        - :class:`UsageError`: an earlier run has a newer step and nothing was restored. Older steps cause a warning.
         - :class:`DurableRefusedError`: the durable tier accepts no object.
         - :class:`TierUnavailableError`: the durable tier does not answer and nothing was restored. With
           ``durable.on_unreachable="continue"`` this is a warning.
 
-        A later save of an older step fails.
+        A later save of an older step fails. A failed save does not stop the training, except that
+        :class:`JobTakenOverError` is raised once another process with the job's name has begun to save.
 
         After SIGTERM all ranks agree on this step or the next one as the last. All of them save it and make it durable
         within the grace period. Then the signal goes to the handler that was installed before.
@@ -226,7 +228,7 @@ class Checkpointer:
         self._event_log.record_save(saved, time.perf_counter() - began)
         if self._preemption is not None and last and self._preemption.requested:
             self._preemption.flush_and_exit()
-        if saved.error is not None and self._on_failure == "raise":
+        if saved.error is not None and (self._on_failure == "raise" or isinstance(saved.error, JobTakenOverError)):
             raise saved.error
         return saved
 
@@ -239,6 +241,8 @@ class Checkpointer:
             with contextlib.suppress(TierUnavailableError, PeerStoreError):  # the save itself reports those
                 self.session.newest_known_epoch()
                 self.session.check_step_order(step)
+                if self._ranks.rank == 0:
+                    self.session.warn_unrestored(step)
             if session_if_open(self._location.job, self.settings) is not None:
                 with contextlib.suppress(PeerStoreError):
                     self.session.durable.check(self.session.incarnation.newest_step)

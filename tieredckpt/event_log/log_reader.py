@@ -159,4 +159,6 @@ def find_event_log(where: str | None, environ: Mapping[str, str] = os.environ) -
     if given.is_dir():
         return given
     tried = " or ".join(str(path) for path in looked)
-    raise EventLogNotFoundError(f"{where} is not a directory with an event log, and neither is {tried}")
+    jobs = sorted(path.parent.name for path in Path(_LOGS).glob("*/event-log"))
+    listed = f". {_LOGS} has event logs of {', '.join(jobs[:10])}" if jobs else ""
+    raise EventLogNotFoundError(f"{where} is not a directory with an event log, and neither is {tried}{listed}")

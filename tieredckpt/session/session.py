@@ -41,6 +41,10 @@ from tieredckpt.tensors.finite_check import FiniteChecker
 from tieredckpt.tensors.slot_copy import Copier
 
 log = logging.getLogger(__name__)
+_WAYS_OUT = (
+    "Restore before the first save to continue that run (Checkpointer.restore, or dcp.load with a TieredReader), or "
+    "use another job name"
+)
 
 AgentFactory = Callable[[Settings, str], NodeAgentAPI]
 _sessions: dict[tuple[int, str, str], Session] = {}
@@ -246,8 +250,19 @@ class Session:
         ):
             raise UsageError(
                 f"Step {step} of job {self.job!r} is behind step {found} of an earlier run, and nothing was restored. "
-                "Restore before the first save to continue that run (Checkpointer.restore, or dcp.load with a "
-                "TieredReader), or use another job name"
+                f"{_WAYS_OUT}"
+            )
+
+    def warn_unrestored(self, step: int) -> None:
+        """Warn if the job has steps of an earlier run and this run restored none, before the first save."""
+        if self.incarnation.newest_step is not None or self._inventory is None:
+            return
+        found = self.choose_step(self._inventory).newest_step
+        if found >= 0:
+            log.warning(
+                "Job %r has step %d of an earlier run, and nothing was restored before the save of step %d. That step "
+                "will be the newest one. %s",
+                *(self.job, found, step, _WAYS_OUT),
             )
 
     def start_over(self) -> None:

@@ -17,7 +17,7 @@ from peerstore.failpoints import failpoint
 from peerstore.shard_records import Lease, ShardKey, SlotInfo
 from peerstore.sizes_and_durations import show_size
 from tieredckpt.agent.agent_api import NodeAgentAPI
-from tieredckpt.errors import SaveFailedError, StoreBusyError, TierUnavailableError
+from tieredckpt.errors import JobTakenOverError, SaveFailedError, StoreBusyError, TierUnavailableError
 from tieredckpt.format.shard_layout import Layout, round_up
 from tieredckpt.session.incarnation import Incarnation, IncarnationTracker
 from tieredckpt.session.save_plan import PlannedSave
@@ -32,10 +32,6 @@ _SMALL = 16 << 20
 """Bytes up to which leases have finer sizes and slots are not prepared."""
 _PROVISIONAL = 1 << 40
 """First attempt number of slots that are leased before their step is known."""
-
-
-class _FencedSaveError(SaveFailedError):
-    """Failure of a save because a newer incarnation of the job writes now."""
 
 
 @dataclass
@@ -100,7 +96,7 @@ class SlotPool:
         except ArenaBusyError as error:
             raise StoreBusyError(str(error)) from error
         except FencedError as error:
-            raise _FencedSaveError(
+            raise JobTakenOverError(
                 f"Another process with the job name {self._job!r} has taken over, so this one can no longer save. Two "
                 f"trainings need two job names ({error})"
             ) from error
@@ -122,7 +118,7 @@ class SlotPool:
         key = self._provisional_key(current, planned.part)
         try:
             return self.lease(key, planned.parts, planned.layout, self._item_bytes, wait_s=wait_s)
-        except _FencedSaveError:
+        except JobTakenOverError:
             return None
         except (StoreBusyError, SaveFailedError, TierUnavailableError) as error:
             description = f"what part {planned.part} of {self._job} stages (epoch {current.epoch} {current.name})"

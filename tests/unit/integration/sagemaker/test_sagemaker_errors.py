@@ -29,6 +29,7 @@ MEANT = {
     ours.RestoreProofError: aws.UnprovenRestoreError,
     ours.DurableRefusedError: aws.S3RefusedError,
     ours.SaveFailedError: aws.MemorySaveFailedError,
+    ours.JobTakenOverError: aws.MemorySaveFailedError,
     ours.NonFiniteStateError: aws.MemorySaveFailedError,
     store.PeerStoreError: aws.SageMakerInMemoryTierError,
     store.RequestError: aws.SageMakerTieredStorageConfigError,

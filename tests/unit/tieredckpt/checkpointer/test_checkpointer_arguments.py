@@ -6,7 +6,15 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from tieredckpt import Checkpointer, CheckpointNotFoundError, MismatchError, SettingsError, TieredReader, UsageError
+from tieredckpt import (
+    Checkpointer,
+    CheckpointNotFoundError,
+    JobTakenOverError,
+    MismatchError,
+    SettingsError,
+    TieredReader,
+    UsageError,
+)
 from tieredckpt.testing import memory_node
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -73,5 +81,5 @@ def test_names_of_both_sides_are_in_a_mismatch(ckpt):
 def test_second_process_of_a_job_name_is_explained(ckpt):
     ckpt.save({"w": torch.zeros(2)}, 0).wait()
     ckpt.session.agent.store.claim("job", "another")
-    saved = ckpt.save({"w": torch.zeros(2)}, 1)
-    assert "Another process with the job name 'job' has taken over" in str(saved.error)
+    with pytest.raises(JobTakenOverError, match="Another process with the job name 'job' has taken over"):
+        ckpt.save({"w": torch.zeros(2)}, 1)

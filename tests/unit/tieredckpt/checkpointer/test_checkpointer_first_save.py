@@ -97,13 +97,21 @@ def test_first_save_without_a_restore_refuses_a_step_behind_a_durable_one(state,
         ckpt.save(state, 0)
 
 
-def test_first_save_without_a_restore_may_follow_an_earlier_run(node, state):
+def test_first_save_without_a_restore_after_an_earlier_run_warns(node, state, caplog):
     with Checkpointer("tiered://job") as ckpt:
         ckpt.save(state, 4).wait()
+    assert "nothing was restored" not in caplog.text
     close_sessions()
     with Checkpointer("tiered://job") as ckpt:
         ckpt.save(state, 5).wait()
+        assert "has step 4 of an earlier run, and nothing was restored before the save of step 5" in caplog.text
         assert ckpt.restore(state) == 5
+    close_sessions()
+    caplog.clear()
+    with Checkpointer("tiered://job") as ckpt:
+        assert ckpt.restore(state) == 5
+        ckpt.save(state, 6).wait()
+    assert "nothing was restored" not in caplog.text
 
 
 def test_save_behind_the_newest_step_of_this_run_fails(node, state):
