@@ -420,7 +420,9 @@ def _run(transition: WorldTransition) -> None:
             else world.growth_possible_since_s
         )
         if transition.growth_allowed_s <= transition.now_s:
-            _pause(transition, f"{possible} nodes can be had" if possible > world.size else "an offender is replaced")
+            _pause(
+                transition, f"{possible} nodes are available" if possible > world.size else "an offender is replaced"
+            )
     else:
         transition.update(growth_possible_since_s=None)
 

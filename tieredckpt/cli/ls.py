@@ -52,7 +52,9 @@ class StepRow:
     durable: bool
     complete: bool
     copies: int
-    """Copies of the part with the fewest."""
+    """Copies of the part with the fewest. Own memory, other nodes and the durable tier count one each."""
+    on_peers: bool
+    """Whether other nodes have parts of it, and so may have more copies."""
     size_bytes: int
     saved_ns: int
     quarantined: str
@@ -124,7 +126,7 @@ def step_row(
     durable = {shard.key.part for shard in manifest.shards} if manifest else set()
     if parts == UNKNOWN_PART_COUNT:
         parts = len(durable | view.found.keys())
-    held = [bool(view.found.get(part)) + (part in durable) for part in durable | view.found.keys()]
+    held = [len(set(view.found.get(part, ()))) + (part in durable) for part in durable | view.found.keys()]
     missing = len(held) < parts and not view.covered
     if not damaged and view.damaged and not view.candidate.is_complete:
         damaged = "; ".join(f"part {part}: {reason}" for part, reason in sorted(view.damaged.items()))
@@ -137,6 +139,7 @@ def step_row(
         # An unreadable manifest does not make a step complete, but its parts in memory can.
         complete=(view.covered or len(view.found) >= parts > 0) if damaged else view.candidate.is_complete,
         copies=0 if missing else min(held, default=0),
+        on_peers=any(Tier.PEER in where for where in view.found.values()),
         size_bytes=sum(shard.size_bytes for shard in manifest.shards) if manifest else view.size_bytes,
         saved_ns=saved or view.saved_ns,
         quarantined=view.quarantined,
@@ -288,7 +291,7 @@ def _show_block(out: Console, lines: Sequence[StepRow], plain: Sequence[int]) ->
                 _coloured(line.state),
                 f"{line.in_memory} of {line.parts}" if line.in_memory else "-",
                 _durable_cell(line),
-                str(line.copies) if line.copies else "-",
+                f"{line.copies}{'+' * line.on_peers}" if line.copies else "-",
                 show_size(line.size_bytes) if line.size_bytes else "-",
                 format_age((now - line.saved_ns) / 1e9) if line.saved_ns else "-",
                 literal(_note(line)),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import pickle
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -103,7 +104,12 @@ def plan_signature(plan: SavePlan) -> PlanSignature:
 
 def resolve_write_item(planner: SavePlanner, item: WriteItem) -> Any:
     """Return the planner's data for an item: a detached local tensor, or bytes."""
-    data = planner.resolve_data(item)
+    try:
+        data = planner.resolve_data(item)
+    except (pickle.PicklingError, AttributeError, TypeError, RecursionError) as error:
+        if item.type is not WriteItemType.BYTE_IO:
+            raise
+        raise UsageError(f"{item.index.fqn} cannot be pickled: {error}") from error
     if item.type is WriteItemType.BYTE_IO:
         if not hasattr(data, "getvalue"):
             raise UsageError(f"the planner gave a {type(data).__name__} for {item.index.fqn}, expected a BytesIO")

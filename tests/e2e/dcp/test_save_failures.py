@@ -290,6 +290,15 @@ def test_restore_of_damaged_steps_raises_with_the_cause(agent_dir):
         assert_same_bits(small(7), state)
 
 
+def test_entry_that_cannot_be_pickled_is_named(agent_dir):
+    with Checkpointer(JOB) as ckpt:
+        saved = ckpt.save(small(0) | {"schedule": lambda step: 1.0}, 0)
+        assert saved.state is SaveState.FAILED
+        with pytest.raises(UsageError, match="schedule cannot be pickled"):
+            saved.wait()
+        assert ckpt.save(small(1), 1).wait() is SaveState.SEALED
+
+
 def test_damaged_step_is_not_called_left_behind(agent_dir, caplog):
     with Checkpointer(JOB) as ckpt:
         for step in (0, 1):

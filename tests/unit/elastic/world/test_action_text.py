@@ -16,8 +16,8 @@ from elastic.world.world_state import BreakWorld, FormationKind, FormWorld, Paus
             "the ranks of world 0 pause at a common step within 600 s: at most 2 nodes are wanted",
         ),
         (
-            FormWorld(1, ("n0", "n1"), 2, FormationKind.GROW, 0, "2 nodes can be had"),
-            "world 1 forms (grow) with 4 ranks on n0, n1: 2 nodes can be had",
+            FormWorld(1, ("n0", "n1"), 2, FormationKind.GROW, 0, "2 nodes are available"),
+            "world 1 forms (grow) with 4 ranks on n0, n1: 2 nodes are available",
         ),
         (BreakWorld(0, "n1 was lost", 10.0), "world 0 is broken, its ranks leave within 10 s: n1 was lost"),
         (ReleaseNode("n1", 1, "asked back"), "node n1 is released: asked back"),

@@ -456,7 +456,7 @@ def test_world_grows_after_the_scaling_timeout():
         job.rank_ready(node)
     assert (job.world.phase, job.world.next_tick_s) == (WorldPhase.RUNNING, began_s + 60)
     job.tick()
-    assert job.action_of(PauseWorld) == PauseWorld(0, "4 nodes can be had", job.now_s + 60)
+    assert job.action_of(PauseWorld) == PauseWorld(0, "4 nodes are available", job.now_s + 60)
     job.step_sealed("a", "b")
     job.rank_ready("a", "b")
     assert (job.action_of(FormWorld).nodes, job.action_of(FormWorld).kind) == (("a", "b", "c", "d"), FormationKind.GROW)
@@ -486,7 +486,7 @@ def test_ranks_that_miss_the_pause_are_killed_and_the_change_continues():
     job.tick()
     job.rank_ready("a", "b")
     job.tick()
-    assert job.action_of(BreakWorld).reason == "4 nodes can be had, and the ranks of c did not stop in time"
+    assert job.action_of(BreakWorld).reason == "4 nodes are available, and the ranks of c did not stop in time"
     assert job.action_of(RespawnStragglers).node == "c"
     assert (job.action_of(FormWorld).nodes, job.world.restarts) == (("a", "b", "d"), 1)
     job.rank_ready("c")
@@ -607,7 +607,7 @@ def test_a_person_may_want_fewer_and_more_again():
     job.rank_ready("a", "b", "c", "d")
     assert (job.action_of(FormWorld).nodes, job.world.standby) == (("a", "b", "c"), ("d",))
     job.send_event(ResizeRequested(None))  # at once: the job does not collect nodes first
-    assert job.action_of(PauseWorld).reason == "4 nodes can be had"
+    assert job.action_of(PauseWorld).reason == "4 nodes are available"
     job.rank_ready("a", "b", "c")
     assert job.action_of(FormWorld).nodes == ("a", "b", "c", "d")
 

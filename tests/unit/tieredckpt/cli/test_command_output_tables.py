@@ -3,6 +3,7 @@
 import io
 import itertools
 
+import msgspec
 import pytest
 from rich.console import Console
 
@@ -17,6 +18,7 @@ from tieredckpt.cli.cluster_tables import nodes_table, steps_table
 from tieredckpt.cli.exit_codes import ExitCode
 from tieredckpt.location import parse_location
 from tieredckpt.resolve_step import Tier
+from tieredckpt.step_inventory import StepStatus
 from tieredckpt.whatif.redundancy import redundancy_by_step
 
 WIDTH = 100
@@ -56,6 +58,7 @@ def steps(out):
         durable=False,
         quarantined=REASON,
         copies=2,
+        on_peers=True,
         size_bytes=31 * GIB,
         saved_ns=1,
         damaged="",
@@ -160,6 +163,17 @@ def durable_steps(out):
     }
     gc._show(out, value)
     return []
+
+
+def test_copies_count_tiers_and_a_plus_stands_for_other_nodes(capsys):
+    seen = StepStatus(STEP, 2, {0: (Tier.MEMORY, Tier.PEER), 1: (Tier.PEER,)}, saved_ns=1)
+    own = StepStatus(STEP, 1, {0: (Tier.MEMORY,)}, saved_ns=1)
+    assert [(row.copies, row.on_peers) for row in (ls.step_row(one, None, "", None) for one in (seen, own))] == [
+        (1, True),
+        (1, False),
+    ]
+    both = msgspec.structs.replace(seen, found={0: (Tier.MEMORY, Tier.PEER), 1: (Tier.MEMORY, Tier.PEER)})
+    assert ls.step_row(both, None, "", None).copies == 2
 
 
 @pytest.mark.parametrize(
