@@ -22,6 +22,7 @@
     ├── RestoreProofError           after a restore the live state differs from the saved one: do not train on it
     ├── DurableRefusedError         the object store refuses (credentials, permission, no such bucket)
     └── SaveFailedError             this save failed; training can continue and the newest complete step remains
+        ├── JobTakenOverError           another process with the job's name saves now: stop one of the two
         └── NonFiniteStateError         the state has NaN or new infinities: restore the newest step
 
 The agent's socket carries them by class name. They can be pickled, and DCP may wrap them in ``CheckpointException``.

@@ -115,7 +115,7 @@ def test_stopped_supervisor_is_killed(job):
 
 def test_stopped_supervisor_of_a_preempted_machine_is_killed(one_machine):
     stop_with_a_stopped_process(one_machine, lambda job: job._running["n1"].pid)
-    assert one_machine.killed_nodes == {"n1"}
+    assert "n1" in one_machine.killed_nodes
 
 
 def test_signal_after_the_coordinator_has_ended_is_no_failure(job):

@@ -39,6 +39,7 @@ def test_every_error_of_the_package_has_a_code():
     assert {name for name, code in codes.items() if code is ExitCode.FAILED} == {
         "TieredCheckpointError",
         "SaveFailedError",
+        "JobTakenOverError",
         "NonFiniteStateError",
         "RestoreProofError",  # of a job's own process, never of a command
     }
