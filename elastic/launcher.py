@@ -524,7 +524,7 @@ class JobLauncher:
         self._due_at = time.monotonic() + self._exit_timeout_s
         for node, running in self._running.items():
             if self._has_signaled_end:
-                log.warning("the supervisor of node %s does not exit after the end of the job, and is killed", node)
+                log.warning("the supervisor of node %s does not exit, and is killed", node)
                 running.signal(signal.SIGKILL)
             else:
                 running.signal(signal.SIGUSR1 if self._coordinator_status == 0 else signal.SIGINT)

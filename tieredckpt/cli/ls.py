@@ -126,7 +126,10 @@ def step_row(
     durable = {shard.key.part for shard in manifest.shards} if manifest else set()
     if parts == UNKNOWN_PART_COUNT:
         parts = len(durable | view.found.keys())
-    held = [len(set(view.found.get(part, ()))) + (part in durable) for part in durable | view.found.keys()]
+    held = [
+        len({*view.found.get(part, ()), *((Tier.DURABLE,) if part in durable else ())})
+        for part in durable | view.found.keys()
+    ]
     missing = len(held) < parts and not view.covered
     if not damaged and view.damaged and not view.candidate.is_complete:
         damaged = "; ".join(f"part {part}: {reason}" for part, reason in sorted(view.damaged.items()))

@@ -105,7 +105,7 @@ class TieredReader(StorageReader):
         self._usable: list[Candidate] = []
         """Usable complete steps of all branches from the last list of steps."""
         self._unusable: set[VersionId] = set()
-        """Steps that were listed as complete and could not be used."""
+        """Steps of that list that turned out to be damaged or absent."""
         self._damaged: dict[VersionId, int] = {}
         """A damaged part in this node's memory for each step that has one."""
         self._avoided: Mapping[VersionId, int] = {}
@@ -341,6 +341,8 @@ class TieredReader(StorageReader):
         self._unpin()
         self._steps.clear()
         self._unreadable.clear()
+        self._unusable.clear()
+        self._damaged.clear()
         self._refused[:] = self.failed.values()
         self._plain = None
         self._decided = None
@@ -482,7 +484,8 @@ class TieredReader(StorageReader):
 
     def _refuse(self, group: VersionId, error: Exception) -> None:
         log.error("step %d of %s cannot be used: %s", group.version, self._location.job, error)
-        self._unusable.add(group)
+        if isinstance(error, CheckpointDamagedError | CheckpointNotFoundError):
+            self._unusable.add(group)
         self._refused.append(f"step {group.version}: {error}")
 
     def _unpin(self) -> bool:

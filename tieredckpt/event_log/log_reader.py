@@ -138,6 +138,7 @@ _KNOWN = frozenset(str(kind.__struct_config__.tag) for kind in LogEvent.__args__
 
 
 _LOGS = "elastic-logs"
+_MAX_LISTED = 10
 
 
 def find_event_log(where: str | None, environ: Mapping[str, str] = os.environ) -> Path:
@@ -160,5 +161,6 @@ def find_event_log(where: str | None, environ: Mapping[str, str] = os.environ) -
         return given
     tried = " or ".join(str(path) for path in looked)
     jobs = sorted(path.parent.name for path in Path(_LOGS).glob("*/event-log"))
-    listed = f". {_LOGS} has event logs of {', '.join(jobs[:10])}" if jobs else ""
+    more = f" and {len(jobs) - _MAX_LISTED} more" if len(jobs) > _MAX_LISTED else ""
+    listed = f". {_LOGS} has event logs of {', '.join(jobs[:_MAX_LISTED])}{more}" if jobs else ""
     raise EventLogNotFoundError(f"{where} is not a directory with an event log, and neither is {tried}{listed}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import pickle
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor
 
-from tieredckpt.errors import SaveFailedError, UsageError
+from tieredckpt.errors import SaveFailedError, TieredCheckpointError, UsageError
 from tieredckpt.format.manifest import StateTable, TableTensor
 from tieredckpt.format.shard_layout import ARCHIVE_ITEM, OBJECT_ITEM, ItemEntry, Layout, TensorEntry, build_layout
 from tieredckpt.format.slice_boxes import Box
@@ -106,8 +105,8 @@ def resolve_write_item(planner: SavePlanner, item: WriteItem) -> Any:
     """Return the planner's data for an item: a detached local tensor, or bytes."""
     try:
         data = planner.resolve_data(item)
-    except (pickle.PicklingError, AttributeError, TypeError, RecursionError) as error:
-        if item.type is not WriteItemType.BYTE_IO:
+    except Exception as error:  # the object's own pickling may raise any exception
+        if item.type is not WriteItemType.BYTE_IO or isinstance(error, TieredCheckpointError):
             raise
         raise UsageError(f"{item.index.fqn} cannot be pickled: {error}") from error
     if item.type is WriteItemType.BYTE_IO:

@@ -91,6 +91,9 @@ def test_a_job_is_found_by_its_name_or_by_the_environment(cli, log_folder, monke
     by_name = cli("goodput", "job")
     monkeypatch.setenv(EVENT_LOG_ENV, str(log_folder / "event-log"))
     assert cli("goodput").out == by_name.out != ""
+    unknown = cli("goodput", "another")
+    assert unknown.code == 3
+    assert "elastic-logs has event logs of job" in " ".join(unknown.err.split())
 
 
 def test_absent_empty_and_unnamed_logs_differ(cli, tmp_path, monkeypatch):

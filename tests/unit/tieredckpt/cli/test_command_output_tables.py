@@ -2,6 +2,7 @@
 
 import io
 import itertools
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -165,7 +166,7 @@ def durable_steps(out):
     return []
 
 
-def test_copies_count_tiers_and_a_plus_stands_for_other_nodes(capsys):
+def test_copies_count_tiers_and_a_plus_stands_for_other_nodes():
     seen = StepStatus(STEP, 2, {0: (Tier.MEMORY, Tier.PEER), 1: (Tier.PEER,)}, saved_ns=1)
     own = StepStatus(STEP, 1, {0: (Tier.MEMORY,)}, saved_ns=1)
     assert [(row.copies, row.on_peers) for row in (ls.step_row(one, None, "", None) for one in (seen, own))] == [
@@ -174,6 +175,9 @@ def test_copies_count_tiers_and_a_plus_stands_for_other_nodes(capsys):
     ]
     both = msgspec.structs.replace(seen, found={0: (Tier.MEMORY, Tier.PEER), 1: (Tier.MEMORY, Tier.PEER)})
     assert ls.step_row(both, None, "", None).copies == 2
+    stored = msgspec.structs.replace(own, found={0: (Tier.MEMORY, Tier.DURABLE)})
+    shard = SimpleNamespace(key=SimpleNamespace(part=0), meta=SimpleNamespace(saved_ns=1), size_bytes=1)
+    assert ls.step_row(stored, SimpleNamespace(parts=1, shards=[shard]), "", None).copies == 2
 
 
 @pytest.mark.parametrize(
