@@ -16,6 +16,7 @@ import mmap
 import os
 import re
 import secrets
+import shlex
 import shutil
 import signal
 import stat
@@ -73,6 +74,9 @@ class Arena(Protocol):
     - All methods are thread-safe.
     """
 
+    restart_command: str
+    """Command that restarts the agent of this arena."""
+
     def create(self, name: str, size_bytes: int) -> None: ...
     def remove(self, name: str) -> None: ...
     def open(self, name: str, *, writable: bool = False) -> int: ...
@@ -94,6 +98,7 @@ class TmpfsArena:
     """An arena in a directory, meant to be on tmpfs, private to this user."""
 
     def __init__(self, directory: Path) -> None:
+        self.restart_command = f"tieredckpt agent restart --dir {shlex.quote(str(directory))}"
         self._slots = directory / "slots"
         self._notes = directory / _NOTES
         self._folders = directory / "folders"
@@ -249,9 +254,7 @@ class TmpfsArena:
         try:
             usage = os.statvfs(self._slots)
         except FileNotFoundError:
-            raise UnavailableError(
-                f"{self._slots} was removed: run `tieredckpt agent restart --dir {self._slots.parent}`"
-            ) from None
+            raise UnavailableError(f"{self._slots} was removed: run `{self.restart_command}`") from None
         reserved = sum(_unallocated_bytes(entry) for entry in _own_files(self._slots))
         free = usage.f_bavail * usage.f_frsize - reserved
         if size_bytes > free:
@@ -307,6 +310,8 @@ def _unallocated_bytes(entry: os.DirEntry[str]) -> int:
 
 class MemfdArena:
     """An arena of anonymous memory files, which end with their process."""
+
+    restart_command = "tieredckpt agent restart"
 
     def __init__(self) -> None:
         self._fds: dict[str, int] = {}

@@ -67,7 +67,9 @@ class NodeStore:
         threads: int = 0,
     ) -> None:
         settings = settings or StoreSettings()
-        limits = SlotLimits(parse_budget(settings.budget), settings.slots_per_part, settings.burst_slots)
+        limits = SlotLimits(
+            parse_budget(settings.budget), settings.slots_per_part, settings.burst_slots, arena.restart_command
+        )
         self._grace_s = settings.lease_grace_s
         self.table = SlotTable(arena, limits, clock)
         self.listeners = StoreListeners()

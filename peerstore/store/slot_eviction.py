@@ -57,6 +57,8 @@ class SlotLimits:
     budget_bytes: int
     slots: int
     burst: int
+    restart_command: str = "tieredckpt agent restart"
+    """Command with which a user changes the budget of this store."""
 
 
 @dataclass(frozen=True)
@@ -328,7 +330,7 @@ def _refusal(
     )
     advice = (
         f"Each writer needs room for two versions: raise the budget to {show_size(enough)} ({enough} bytes) or more "
-        f"(`tieredckpt agent restart --budget {enough}` retains the shards in memory)"
+        f"(`{request.limits.restart_command} --budget {enough}` retains the shards in memory)"
     )
     if fixed + held_bytes + request.size_bytes + beside_bytes > budget_bytes:
         return BudgetExceeded(

@@ -316,7 +316,10 @@ def required_budget(budget, use):
         try:
             use(store)
         except (ArenaBusyError, ArenaFullError) as error:
-            return int(re.search(r"raise the budget to .* \(([0-9]+) bytes\)", str(error))[1])
+            told = (
+                r"raise the budget to .* \(([0-9]+) bytes\) or more \(`tieredckpt agent restart --dir /\S+ --budget \1`"
+            )
+            return int(re.search(told, str(error))[1])
     return None
 
 
