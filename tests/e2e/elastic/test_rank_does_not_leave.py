@@ -42,10 +42,11 @@ def train(world):
         if world.epoch == 0 and step == 2 and world.rank == 1:
             if HOW == "cleanup":
                 world.add_cleanup(stuck)
+                (FOLDER / "added").touch()
             else:
                 stuck()
         if world.epoch == 0 and step == 2 and world.rank == 2 and HOW != "hang":
-            while HOW != "cleanup" and not (FOLDER / "stuck").exists():
+            while not (FOLDER / ("added" if HOW == "cleanup" else "stuck")).exists():
                 time.sleep(0.01)
             raise ZeroDivisionError("the fault")
         dist.all_reduce(torch.ones(4))
