@@ -320,7 +320,7 @@ def run_supervisor(task: SupervisorSpec, secret: bytes) -> tuple[ExitReason, str
     if over is ExitReason.FINISHED:
         agent.shut_down()
     elif agent.kept_directory is not None:
-        log.warning("the checkpoints stay in memory in %s for the next run of the job", agent.kept_directory)
+        log.warning("the checkpoints remain in %s for the next run of the job", agent.kept_directory)
     return over, reason
 
 

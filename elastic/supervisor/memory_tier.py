@@ -194,8 +194,8 @@ class MemoryTierProcess:
     def shut_down(self) -> None:
         """Free the memory of a job that succeeded, and stop the agent.
 
-        Steps that the durable tier lacks remain in memory. The agent continues to run if a process uses it, or if it
-        was not started for this job.
+        Steps that the durable tier lacks remain in memory, and the agent continues to serve them until they expire. It
+        also continues if a process uses it, or if it was not started for this job.
         """
         needed = self._paths is not None and not self._release_memory()
         self.close()
@@ -280,23 +280,28 @@ def reason_to_keep(held: JobMemory, survey: StepInventory) -> str:
 def release_job_memory(environ: Mapping[str, str], since_ns: int) -> bool:
     """Free the memory of every job that has sealed a shard since ``since_ns``, after its uploads.
 
-    Return whether no process uses the agent.
+    Return whether the agent can stop: no process uses it, and no steps remain in its memory.
     """
     agent = NodeAgentClient(override_settings(load_settings(environ), agent={"embedded": False}), "")
     deadline = time.monotonic() + _UPLOADED_S
     try:
-        jobs = [
-            status
-            for status in agent.store.status().jobs
-            if status.job != MEMORY_SERVICE_JOB and (status.versions or status.clients)
-        ]
-        return all(_release(agent, status.job, since_ns, deadline) for status in jobs)
+        for status in _jobs_in_memory(agent):
+            _release(agent, status.job, since_ns, deadline)
+        return not _jobs_in_memory(agent)
     finally:
         agent.close()
 
 
-def _release(agent: NodeAgentClient, job: str, since_ns: int, deadline: float) -> bool:
-    """Delete the job's versions if none must be retained, and return whether no process uses them."""
+def _jobs_in_memory(agent: NodeAgentClient) -> list[JobStatus]:
+    return [
+        status
+        for status in agent.store.status().jobs
+        if status.job != MEMORY_SERVICE_JOB and (status.versions or status.clients)
+    ]
+
+
+def _release(agent: NodeAgentClient, job: str, since_ns: int, deadline: float) -> None:
+    """Delete the job's versions if none must be retained."""
     shards = agent.store.list_shards(job)
     if any(shard.sealed_ns >= since_ns for shard in shards):
         _wait_while(lambda: _has_clients(agent, job), min(deadline, time.monotonic() + _RANKS_LEFT_S))
@@ -321,8 +326,7 @@ def _release(agent: NodeAgentClient, job: str, since_ns: int, deadline: float) -
             # By name: versions that another process saves from now on must survive.
             agent.store.versions.delete(job, sorted(memory.versions))
         elif memory.versions and not memory.used:
-            log.warning("the checkpoints of %s stay in memory in %s: %s", job, agent.place.directory, reason)
-    return not _has_clients(agent, job)
+            log.warning("the checkpoints of %s remain in %s: %s", job, agent.place.directory, reason)
 
 
 def _knows_durable_tier(agent: NodeAgentClient, job: str, shards: Collection[ShardInfo]) -> bool:

@@ -172,11 +172,13 @@ class ElasticRun:
     # -- the end ------------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Kill the started commands and wait until no process of the job is left."""
+        """Kill the started commands and their agents, and wait until no process of the job is left."""
         for one in self.started:
             if one.poll() is None:
                 one.send_signal(signal.SIGKILL)
                 one.wait()
+        for agent in (self.folder / "run").glob("*/*/agent"):
+            stop_agent(agent)
         deadline = time.monotonic() + 200
         while left := self.pids():
             assert time.monotonic() < deadline, f"left: {left}"

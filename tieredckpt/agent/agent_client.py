@@ -144,7 +144,7 @@ class NodeAgentClient:
         )
         self._replace = partial(replace_hung_agent if self._embedded else raise_if_agent_hangs, place)
         self._watching = False
-        if settings.enabled and is_local_rank_zero():
+        if settings.enabled and self._embedded and is_local_rank_zero():
             warn_unless_in_memory(settings.agent_directory)
         self.store = _open_client(place, self._connector, job, self._replace)
         self.steps = ClientStepReader(self.store)
@@ -306,8 +306,8 @@ def warn_unless_in_memory(directory: Path) -> None:
     kind = file_system_type(directory)
     if kind not in _MEMORY_FILE_SYSTEMS:
         log.warning(
-            "agent.directory %s is on %s and not on tmpfs: checkpoints are written to a disk and do not stay in "
-            "memory. Use a directory below /dev/shm",
+            "agent.directory %s is on %s and not on tmpfs, so that saves and restores have the speed of a disk. Use a "
+            "directory below /dev/shm",
             *(directory, kind),
         )
 

@@ -123,7 +123,7 @@ def test_agents_of_simulated_nodes_end_with_success_and_stay_for_a_resume(job: E
     run.send_signal(signal.SIGTERM)
     assert job.wait_ended(run) == 7
     assert all(process_start_time(pid) >= 0 for pid in pids)
-    assert "stay in memory" in job.output()
+    assert "the checkpoints remain in" in job.output()
     stop_agent(places[0])
     again = job.run("--simulate-nodes", "2", "--nnodes", "2", "--agent")
     wait_until(lambda: len({one["pid"] for one in job.rank_messages("in", epoch=0)}) == 4)

@@ -19,4 +19,5 @@ def test_partitioned_run_ends_with_its_job(golden_run) -> None:
     job.wait_finished(run, 240)
     assert_all_injected_once(job)
     assert "cannot be reached" in job.output()
-    assert not job.pids()
+    assert not job.persistent_pids()
+    assert not job.pids("golden_training.py")

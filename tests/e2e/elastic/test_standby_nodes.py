@@ -170,4 +170,4 @@ def test_finished_job_frees_durable_steps_on_a_node_that_was_in_no_world(trainin
     job.wait_finished(run)
     left = {node: any((agent_directory(job, node) / "slots").glob("*")) for node in (inside, outside)}
     assert left == dict.fromkeys((inside, outside), not durable)
-    assert ("the checkpoints of whole stay in memory in" in job.output()) == (not durable)
+    assert ("the checkpoints of whole remain in" in job.output()) == (not durable)

@@ -108,17 +108,17 @@ class UploadingAgent(SpareNodeAgent):
 def test_unfinished_upload_keeps_memory_only_without_a_newer_durable_step(monkeypatch, caplog):
     monkeypatch.setattr(memory_tier, "_POLL_S", 0.0)
     newer = UploadingAgent(4)
-    assert memory_tier._release(newer, "job", 0, deadline=0.0)
+    memory_tier._release(newer, "job", 0, deadline=0.0)
     assert newer.deleted == [group(3)]
     assert "the upload of step 3 did not finish; a newer step is durable" in caplog.text
     caplog.clear()
     committed_elsewhere = UploadingAgent(3)
-    assert memory_tier._release(committed_elsewhere, "job", 0, deadline=0.0)
+    memory_tier._release(committed_elsewhere, "job", 0, deadline=0.0)
     assert (committed_elsewhere.deleted, caplog.text) == ([group(3)], "")
     older = UploadingAgent(2)
-    assert memory_tier._release(older, "job", 0, deadline=0.0)
+    memory_tier._release(older, "job", 0, deadline=0.0)
     assert older.deleted == []
-    assert "the checkpoints of job stay in memory in /run/agent: it is being uploaded still" in caplog.text
+    assert "the checkpoints of job remain in /run/agent: it is being uploaded still" in caplog.text
 
 
 @pytest.mark.parametrize(
