@@ -116,6 +116,13 @@ def _death(step: str, place: str, ranks: str = "1") -> Death:
     return int(step), place, {int(rank) for rank in ranks.split(",")}
 
 
+def _wait_for_all(ranks: set[int], rank: int) -> None:
+    """Wait until all of these ranks of a world have called this function."""
+    store = dist.distributed_c10d._get_default_store()
+    store.set(f"dying/{rank}", "")
+    store.wait([f"dying/{one}" for one in ranks])
+
+
 def _train(say: Any, world: Any, kind: str, optimizer: str, total: int, deaths: list[Death]) -> None:
     from tieredckpt import Checkpointer
 
@@ -132,7 +139,9 @@ def _train(say: Any, world: Any, kind: str, optimizer: str, total: int, deaths: 
                 dying = (
                     ranks for at, where, ranks in deaths[world.epoch : world.epoch + 1] if (at, where) == (step, place)
                 )
-                if world.rank in next(dying, ()):
+                ranks = next(dying, set[int]())
+                if world.rank in ranks:
+                    _wait_for_all(ranks, world.rank)  # a rank that sees another one die does not come here
                     os.kill(os.getpid(), signal.SIGKILL)
 
             loss = training.step(step, die)
