@@ -192,11 +192,12 @@ def add_agent_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _parse_arguments(parser: argparse.ArgumentParser, argv: list[str] | None) -> argparse.Namespace | None:
+def parse_agent_arguments(argv: list[str] | None = None) -> argparse.Namespace | None:
     """Return the arguments, with the platform's settings as defaults.
 
     Return ``None`` if the platform disables the memory tier.
     """
+    parser = agent_parser()
     args = parser.parse_args(argv)
     if not args.cluster_config:
         return args
@@ -241,7 +242,7 @@ def agent_parser() -> argparse.ArgumentParser:
 
 def run_agent_command(argv: list[str] | None = None) -> None:
     """Run an agent with these arguments until it is stopped. Return at once if the platform disables it."""
-    args = _parse_arguments(agent_parser(), argv)
+    args = parse_agent_arguments(argv)
     if args is not None:
         start_agent_process(args)
         run_agent(AgentPaths(args.dir), args)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import shlex
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -63,10 +65,35 @@ def start_agent_command(options: tuple[str, ...]) -> int:
         click.echo(_agent_help(agent_parser()))
         return ExitCode.OK
     try:
-        run_agent_command(list(options))
+        if "--detach" in options:
+            _start_in_background(list(options))
+        else:
+            run_agent_command(list(options))
     except SystemExit as done:  # argparse: a wrong option
         return done.code if isinstance(done.code, int) else ExitCode.USAGE
     return ExitCode.OK
+
+
+def _start_in_background(options: list[str]) -> None:
+    """Start an agent that logs to a file, and wait until it answers."""
+    from tieredckpt.agent.__main__ import parse_agent_arguments
+    from tieredckpt.agent.agent_client import agent_environment
+
+    args = parse_agent_arguments(options)
+    if args is None:
+        return
+    directory = args.dir.absolute()
+    paths = AgentPaths(directory, explicit=True)
+    if found := _running_agent(directory).process:
+        raise CommandError(
+            f"an agent runs in {directory} already, as process {found}",
+            code=ExitCode.USAGE,
+            advice=f"`tieredckpt agent restart --dir {shlex.quote(str(directory))} OPTIONS` gives it other options",
+        )
+    command = [sys.executable, "-m", "tieredckpt.agent", *options, "--dir", str(directory)]
+    connect_or_launch_agent(paths, command, environ=agent_environment()).close()
+    process = _running_agent(directory).process
+    click.echo(f"the agent in {directory} runs as process {process} and logs to {paths.log}")
 
 
 def _agent_help(parser: argparse.ArgumentParser) -> str:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.support.agents import agent_pid
+from tests.support.agents import agent_pid, stop_agent
 from tieredckpt.session.session import close_sessions
 
 pytestmark = [pytest.mark.filterwarnings("ignore:torch.distributed is disabled"), pytest.mark.e2e]
@@ -38,6 +38,24 @@ def test_stopped_agent_leaves_its_checkpoints_to_the_next_one(cli, job, agent_di
     assert f"no agent runs in {agent_dir}" in said.err
     assert "tieredckpt agent ls" in said.err
     job.assert_restores(3, tiers={"memory"})
+
+
+def test_agent_in_the_background_logs_to_a_file(cli, agent_dir, monkeypatch):
+    monkeypatch.chdir(agent_dir.parent)
+    said = cli("agent", "--detach", "--dir", agent_dir.name, "--budget", "64MiB")
+    pid = agent_pid(agent_dir)
+    assert pid is not None
+    log = agent_dir / "agent.log"
+    assert (said.code, said.err) == (0, "")
+    assert said.out == f"the agent in {agent_dir} runs as process {pid} and logs to {log}\n"
+    assert f"serves {agent_dir}" in log.read_text()
+    again = cli("agent", "--detach", "--dir", agent_dir)
+    assert again.code == 2
+    assert f"an agent runs in {agent_dir} already, as process {pid}" in again.err
+    stop_agent(agent_dir)
+    wrong = cli("agent", "--detach", "--dir", agent_dir, "--budget", "nonsense")
+    assert wrong.code != 0
+    assert "nonsense" in wrong.err
 
 
 def test_agent_in_use_is_only_stopped_by_force(cli, job, agent_dir):
