@@ -26,11 +26,12 @@ from peerstore.shard_records import JobStatus, ShardInfo, VersionId
 from peerstore.store.slot_metadata import jobs_in_directory
 from peerstore.transport.unix import connect_to_agent
 from tieredckpt.agent import agent_methods as methods
-from tieredckpt.agent.agent_api import DURABLE_SETTINGS_BLOB
+from tieredckpt.agent.agent_api import DURABLE_SETTINGS_BLOB, ClusterNode
 from tieredckpt.agent.agent_client import NodeAgentClient, agent_command, agent_watchdogs
 from tieredckpt.agent.peer_config import DISCOVERY_WORLD, is_unreplicated, peer_secret
 from tieredckpt.agent.stopped_step import StoppedStep, record_stopped_step
-from tieredckpt.errors import SettingsError, TieredCheckpointError
+from tieredckpt.errors import CheckpointDamagedError, SettingsError, TieredCheckpointError
+from tieredckpt.format.manifest import decode_meta
 from tieredckpt.memory_service_options import MEMORY_SERVICE_JOB
 from tieredckpt.resolve_step import Tier
 from tieredckpt.settings import Settings, load_settings, override_settings
@@ -341,7 +342,8 @@ def _knows_durable_tier(agent: NodeAgentClient, job: str, shards: Collection[Sha
 def _wait_deleted_elsewhere(agent: NodeAgentClient, job: str, memory: JobMemory) -> bool:
     """Wait until another node has deleted all versions of ``memory``, and return whether that happened.
 
-    The wait ends early if no other node answers. Pinned versions and those in use remain.
+    The wait ends early if no other node answers, or none of them will delete anything. Pinned versions and those in use
+    remain.
     """
     if memory.used or memory.pinned or not memory.versions:
         return False
@@ -350,10 +352,28 @@ def _wait_deleted_elsewhere(agent: NodeAgentClient, job: str, memory: JobMemory)
         if not _job_memory(agent, job).versions:
             return False
         status = agent.cluster_status(job)
-        return any(not one.unreachable for one in status.nodes if one.node.id != status.this_node)
+        others = [one for one in status.nodes if one.node.id != status.this_node and not one.unreachable]
+        return bool(others) and may_be_freed(others)
 
     _wait_while(is_pending, time.monotonic() + _RELEASED_S)
     return not _job_memory(agent, job).versions
+
+
+def may_be_freed(nodes: Iterable[ClusterNode]) -> bool:
+    """Return whether the nodes that wrote the newest step may delete it. Pure.
+
+    A node deletes its shards only if its newest step is durable.
+    """
+    written = [shard for node in nodes for shard in node.shards if not shard.holders]
+    newest = max((shard.key.version_id for shard in written), default=None)
+    return newest is None or any(_is_to_be_durable(one) for one in written if one.key.version_id == newest)
+
+
+def _is_to_be_durable(shard: ShardInfo) -> bool:
+    try:
+        return decode_meta(shard.meta).durable
+    except CheckpointDamagedError:  # unknown
+        return True
 
 
 def _is_first_part(shard: ShardInfo) -> bool:

@@ -8,8 +8,9 @@ import pytest
 from elastic.supervisor import memory_tier
 from elastic.supervisor.memory_tier import JobMemory, reason_to_keep
 from peerstore.membership.topology import NodeId, PeerNode
-from peerstore.shard_records import VersionId
+from peerstore.shard_records import ShardInfo, ShardKey, VersionId
 from tieredckpt.agent.agent_api import ClusterNode, ClusterStatus, DrainStatus
+from tieredckpt.format.manifest import ShardMeta
 from tieredckpt.resolve_step import Tier
 from tieredckpt.settings import DurableSettings
 from tieredckpt.step_inventory import StepInventory, StepStatus
@@ -53,13 +54,22 @@ def test_quarantined_durable_step_does_not_release_memory():
     assert reason_to_keep(HELD, StepInventory((bad,), durable=DURABLE)) == "step 4 is not in the durable tier"
 
 
+def written(step, *, durable=False, holders=(), meta=b""):
+    """Return a shard on the node that wrote it, or a replica on one of ``holders``."""
+    meta = meta or msgspec.msgpack.encode(ShardMeta("", (), durable=durable))
+    return ShardInfo(ShardKey("job", step, 1, "a", 0, 0), 2, 10, meta, 1, False, holders)
+
+
 class SpareNodeAgent:
     """An agent with replicas that another node deletes after ``deleted_after`` queries."""
 
     def __init__(self, *peers, deleted_after):
         self.store = self.versions = self
         self._left = deleted_after
-        nodes = [ClusterNode(PeerNode(NodeId(name), ""), "alive", unreachable=why) for name, why in peers]
+        nodes = [
+            ClusterNode(PeerNode(NodeId(name), ""), "alive", tuple(shards), unreachable=why)
+            for name, why, *shards in peers
+        ]
         self._cluster = ClusterStatus("job", "n2", (*nodes, ClusterNode(PeerNode(NodeId("n2"), ""), "alive")))
 
     def list_shards(self, job):
@@ -123,8 +133,26 @@ def test_unfinished_upload_keeps_memory_only_without_a_newer_durable_step(monkey
 
 @pytest.mark.parametrize(
     ("peers", "deleted"),
-    [([("n0", "cannot be reached"), ("n1", "")], True), ([("n0", "cannot be reached")], False), ([], False)],
-    ids=["another node answers", "no node answers", "no other node"],
+    [
+        ([("n0", "cannot be reached"), ("n1", "")], True),
+        ([("n0", "cannot be reached")], False),
+        ([], False),
+        ([("n0", "", written(2), written(3, durable=True)), ("n1", "", written(3, durable=True))], True),
+        ([("n0", "", written(2, durable=True), written(3)), ("n1", "", written(3))], False),
+        ([("n0", "", written(2, durable=True)), ("n1", "", written(3))], False),
+        ([("n0", "", written(3, durable=True)), ("n1", "", written(4, holders=("n3", "n1")))], True),
+        ([("n0", "", written(3, meta=b"of another release"))], True),
+    ],
+    ids=[
+        "another node answers",
+        "no node answers",
+        "no other node",
+        "the newest step will be durable",
+        "the newest step will not be durable",
+        "the newest step of another node will not be durable",
+        "only a replica is newer",
+        "unknown",
+    ],
 )
 def test_spare_node_waits_for_the_nodes_that_still_answer(monkeypatch, peers, deleted):
     monkeypatch.setattr(memory_tier, "_POLL_S", 0.0)
