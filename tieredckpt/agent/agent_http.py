@@ -1,4 +1,4 @@
-"""The agent's HTTP listener: ``/metrics`` for Prometheus, ``/status`` as JSON."""
+"""The agent's HTTP listener: a page for browsers, ``/metrics`` for Prometheus, ``/status`` as JSON."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ from peerstore.transport.tcp import ConnectionAdmission, UnauthenticatedConnecti
 from tieredckpt.agent.agent_service import NodeAgentService
 from tieredckpt.agent.cluster_settings import ClusterSettingsWatcher
 from tieredckpt.errors import UsageError
+from tieredckpt.memory_service_options import MEMORY_SERVICE_JOB
 
 if TYPE_CHECKING:
     import ssl
@@ -322,15 +323,20 @@ class _MetricsHandler(HttpHandler, BaseHTTPRequestHandler):
             self._reply(200, _metrics(self.service, self.reporting), "text/plain; version=0.0.4; charset=utf-8")
         elif path == "/status":
             self._reply(200, msgspec.json.encode(agent_status(self.service, self.reporting)), "application/json")
-        elif path in ("/", "/health"):
-            self._reply(200, b"ok: see /metrics and /status\n", "text/plain")
+        elif path == "/":
+            self._reply(200, _live_page(self.service).encode(), "text/html; charset=utf-8")
+        elif path == "/health":
+            self._reply(200, b"ok: see /, /metrics and /status\n", "text/plain")
         else:
-            self._reply(404, b"there is /metrics, /status and /health\n", "text/plain")
+            self._reply(404, b"paths are /, /metrics, /status and /health\n", "text/plain")
 
     def _reply(self, code: int, body: bytes, kind: str) -> None:
         self.send_response(code)
         self.send_header("Content-Type", kind)
         self.send_header("Content-Length", str(len(body)))
+        self.send_header("Content-Security-Policy", "default-src 'none'; style-src 'unsafe-inline'")
+        self.send_header("X-Content-Type-Options", "nosniff")
+        self.send_header("Cache-Control", "no-store")
         self.end_headers()
         self.wfile.write(body)
 
@@ -363,6 +369,26 @@ def _cluster(watcher: ClusterSettingsWatcher | None) -> dict[str, Any] | None:
         "needs_restart": list(watcher.needs_restart),
         "problem": watcher.problem or None,
     }
+
+
+def _live_page(node: NodeAgentService) -> str:
+    from tieredckpt.agent.live_page import JobOnNode, live_page
+
+    store = node.store.status()
+    teams = {team.job: _peers(team) for team in node.teams}
+    jobs = [
+        JobOnNode(
+            one,
+            node.protection(one.job),
+            node.store.list_shards(one.job),
+            node.drain.status(one.job),
+            teams.get(one.job),
+        )
+        for one in store.jobs
+        if one.job != MEMORY_SERVICE_JOB and (one.versions or one.clients)
+    ]
+    name = node.peers.node_peers.node_id if node.peers is not None else socket.gethostname()
+    return live_page(name, node.writer, store, jobs, time.time_ns())
 
 
 def _peers(team: JobPeers) -> dict[str, Any]:

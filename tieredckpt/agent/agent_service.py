@@ -75,7 +75,7 @@ class NodeAgentService:
         node_peers: NodePeers | None = None,
         page_bytes: int = STEP_PAGE_BYTES,
     ) -> None:
-        self.store = store
+        self.store, self.writer = store, writer
         self.peers = PeerTier(node_peers) if node_peers is not None else None
         self.durable = DurableTiers(store.blobs, open_durable)
         self.steps = NodeStepReader(store, self.durable, self.peers, writer=writer, page_bytes=page_bytes)

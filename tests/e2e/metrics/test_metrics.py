@@ -105,6 +105,20 @@ def test_metrics_match_the_events(agent_dir, agent, durable, tmp_path):
     )
 
 
+def test_page_for_browsers_shows_the_job(agent_dir, agent, durable):
+    job = CheckpointJob(agent_dir, durable)
+    with job.checkpointer() as ckpt:
+        for step in range(3):
+            ckpt.save(state_at(step), step).wait()
+        assert ckpt.wait("durable")
+        held = {shard.key.version for shard in ckpt.session.agent.store.list_shards(job.name)}
+        page = agent.get("/")
+    assert page.startswith("<!DOCTYPE html>")
+    assert f"<h2>{job.name}</h2>" in page
+    assert "protected up to step 2" in page
+    assert page.count(">complete</td>") == len(held) > 0
+
+
 def test_arena_metrics_match_the_files(agent_dir, agent, durable):
     job = CheckpointJob(agent_dir, durable)
     job.save(0, 1, 2)
