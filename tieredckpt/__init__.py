@@ -30,6 +30,7 @@ from tieredckpt.settings import Settings
 
 if TYPE_CHECKING:
     from tieredckpt.checkpointer.checkpointer import Checkpointer
+    from tieredckpt.checkpointer.durable_callback import DurableStep
     from tieredckpt.checkpointer.null_checkpointer import NullCheckpointer
     from tieredckpt.dcp.load_save import load, save
     from tieredckpt.dcp.tiered_reader import TieredReader
@@ -44,6 +45,7 @@ __all__ = [
     "CheckpointTornError",
     "Checkpointer",
     "DurableRefusedError",
+    "DurableStep",
     "FormatVersionError",
     "JobTakenOverError",
     "MismatchError",
@@ -69,6 +71,7 @@ __all__ = [
 
 _LAZY = {
     "Checkpointer": "tieredckpt.checkpointer.checkpointer",
+    "DurableStep": "tieredckpt.checkpointer.durable_callback",
     "NullCheckpointer": "tieredckpt.checkpointer.null_checkpointer",
     "TieredReader": "tieredckpt.dcp.tiered_reader",
     "TieredWriter": "tieredckpt.dcp.tiered_writer",

@@ -23,6 +23,7 @@ PUBLIC = {
         "CheckpointTornError",
         "Checkpointer",
         "DurableRefusedError",
+        "DurableStep",
         "FormatVersionError",
         "JobTakenOverError",
         "MismatchError",

@@ -7,7 +7,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
@@ -25,6 +25,7 @@ from tieredckpt.agent.local_agents import warn_of_steps_elsewhere
 from tieredckpt.agent.stopped_step import StopReport, describe_stop, newest_stop, report_last_stop
 from tieredckpt.checkpointer.checkpoint_saver import CheckpointSaver
 from tieredckpt.checkpointer.directory_steps import directory_state, restore_directory
+from tieredckpt.checkpointer.durable_callback import DurableCallback, DurableStep
 from tieredckpt.checkpointer.overlapped_copy import wait_for_overlapped_copies
 from tieredckpt.checkpointer.preemption import PreemptionHandler, last_step_agreement
 from tieredckpt.checkpointer.progress_hook import (
@@ -89,6 +90,9 @@ class Checkpointer:
     ``dcp.save``: nested dicts of tensors, DTensors and Python objects, and ``Stateful`` objects. A failed save is
     reported in its :class:`SaveHandle` and in the metrics. It does not stop the training unless
     ``on_failure="raise"``.
+
+    Rank 0 calls ``on_durable`` with a :class:`DurableStep` for each durable step, in a thread of its own. An
+    experiment tracker can then refer to the step. :meth:`close` does not wait for uploads.
     """
 
     def __init__(
@@ -102,6 +106,7 @@ class Checkpointer:
         keep_every: int | None = None,
         on_busy: Literal["wait", "skip"] | None = None,
         on_failure: Literal["report", "raise"] = "report",
+        on_durable: Callable[[DurableStep], object] | None = None,
         on_sigterm: Literal["save", "ignore"] = "save",
         grace_s: float = 25.0,
         trust_objects: bool | None = None,
@@ -124,7 +129,18 @@ class Checkpointer:
         self._restorer = CheckpointRestorer(self._location.job, self.settings, self._ranks)
         self._event_log = SaveRestoreLog()
         self._is_first = self._ranks.rank == 0
-        self._queue = SaveQueue(self._location.job, self.settings, self._event_log, is_first=self._is_first)
+        self._durable_callback = (
+            DurableCallback(self._location.job, self.settings.durable.url, on_durable)
+            if on_durable is not None and self._is_first
+            else None
+        )
+        self._queue = SaveQueue(
+            self._location.job,
+            self.settings,
+            self._event_log,
+            is_first=self._is_first,
+            on_upload=self._durable_callback.add if self._durable_callback is not None else None,
+        )
         self._boundaries = BoundaryRecorder(self._location.job, self.settings)
         self._saver = CheckpointSaver(
             self._location.job,
@@ -205,6 +221,8 @@ class Checkpointer:
                     saved = self._saver.save(state, step, durable=last or durable, keep=keep, wait_s=wait_s)
                 else:
                     saved = self._saver.save_plain(state, step, durable=last or durable)
+                    if self._durable_callback is not None and saved.state is SaveState.DURABLE:
+                        self._durable_callback.call_plain(step)
         except StoreBusyError as error:
             # One warning a minute is enough: the agent reports the protected step, and the time since it is old.
             again = time.monotonic() - self._skip_warned_at < _SKIP_WARNING_S
@@ -541,6 +559,8 @@ class Checkpointer:
         self._closed = True
         self._boundaries.release_tensors()
         self._queue.close()
+        if self._durable_callback is not None:
+            self._durable_callback.close()
         self._report_nothing_saved()
         session = session_if_open(self._location.job, self.settings)
         if session is not None:

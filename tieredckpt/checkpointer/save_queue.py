@@ -32,7 +32,15 @@ _REMEMBERED = 32
 class SaveQueue:
     """Queue of planned saves: stage them, seal them in the background, report to the agent's metrics."""
 
-    def __init__(self, job: str, settings: Settings, recorded: SaveRestoreLog, *, is_first: bool) -> None:
+    def __init__(
+        self,
+        job: str,
+        settings: Settings,
+        recorded: SaveRestoreLog,
+        *,
+        is_first: bool,
+        on_upload: Callable[[Session, VersionId], None] | None = None,
+    ) -> None:
         self._job = job
         self._settings = settings
         self._recorded = recorded
@@ -48,6 +56,8 @@ class SaveQueue:
         self.last_sealed: ShardKey | None = None
         self._wanted_durable: deque[VersionId] = deque(maxlen=_REMEMBERED)
         """The newest sealed steps whose upload was requested."""
+        self._on_upload = on_upload
+        """Receives each sealed step whose upload was requested."""
         self._upload_problem_logged = False
 
     def planned(self, session: Session, state: Mapping[str, Any]) -> PlannedState | None:
@@ -89,6 +99,8 @@ class SaveQueue:
         self.last_sealed = record.key
         if job.options.durable:
             self._wanted_durable.append(record.key.version_id)
+            if self._on_upload is not None:
+                self._on_upload(job.session, record.key.version_id)
         notify_progress_hook(job.session)
 
     def submit(self, call: Callable[..., object], *args: Any, **named: Any) -> None:
