@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
 from peerstore.network_addresses import is_loopback_host
+from peerstore.shard_records import JobStatus
 
 AuthMode = Literal["token", "off", "open"]
 AUTH_MODES: tuple[AuthMode, ...] = ("token", "off", "open")
@@ -138,3 +140,8 @@ MEMORY_SERVICE_JOB = "memory-service"
 MEMORY_SERVICE_EPOCH, MEMORY_SERVICE_INCARNATION = 1, "memory-service"
 REGISTRY_BLOB_PREFIX = "registry."
 """Name prefix of the blob with one node's registry of all namespaces. The node's name follows."""
+
+
+def jobs_in_use(jobs: Iterable[JobStatus]) -> list[JobStatus]:
+    """Return the jobs with checkpoints or processes, without the memory service."""
+    return [one for one in jobs if (one.versions or one.clients) and one.job != MEMORY_SERVICE_JOB]

@@ -32,7 +32,7 @@ from tieredckpt.agent.peer_config import DISCOVERY_WORLD, is_unreplicated, peer_
 from tieredckpt.agent.stopped_step import StoppedStep, record_stopped_step
 from tieredckpt.errors import CheckpointDamagedError, SettingsError, TieredCheckpointError
 from tieredckpt.format.manifest import decode_meta
-from tieredckpt.memory_service_options import MEMORY_SERVICE_JOB
+from tieredckpt.memory_service_options import jobs_in_use
 from tieredckpt.resolve_step import Tier
 from tieredckpt.settings import Settings, load_settings, override_settings
 from tieredckpt.step_inventory import StepInventory
@@ -286,19 +286,11 @@ def release_job_memory(environ: Mapping[str, str], since_ns: int) -> bool:
     agent = NodeAgentClient(override_settings(load_settings(environ), agent={"embedded": False}), "")
     deadline = time.monotonic() + _UPLOADED_S
     try:
-        for status in _jobs_in_memory(agent):
+        for status in jobs_in_use(agent.store.status().jobs):
             _release(agent, status.job, since_ns, deadline)
-        return not _jobs_in_memory(agent)
+        return not jobs_in_use(agent.store.status().jobs)
     finally:
         agent.close()
-
-
-def _jobs_in_memory(agent: NodeAgentClient) -> list[JobStatus]:
-    return [
-        status
-        for status in agent.store.status().jobs
-        if status.job != MEMORY_SERVICE_JOB and (status.versions or status.clients)
-    ]
 
 
 def _release(agent: NodeAgentClient, job: str, since_ns: int, deadline: float) -> None:
@@ -514,11 +506,7 @@ def _newest_steps(settings: Settings, since_ns: int) -> dict[str, tuple[int, boo
         raise AgentUnreachableError(silence)
     agent = NodeAgentClient(override_settings(settings, agent={"embedded": False}), "")
     try:
-        jobs = [
-            status.job
-            for status in agent.store.status().jobs
-            if (status.versions or status.clients) and status.job != MEMORY_SERVICE_JOB
-        ]
+        jobs = [status.job for status in jobs_in_use(agent.store.status().jobs)]
         surveys = {job: agent.list_steps(job, fresh=True) for job in jobs}
     finally:
         agent.close()

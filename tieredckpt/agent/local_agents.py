@@ -23,7 +23,7 @@ from peerstore.store.slot_metadata import jobs_in_directory
 from peerstore.transport.unix import connect_to_agent
 from tieredckpt.agent.agent_client import NodeAgentClient, agent_command, agent_environment
 from tieredckpt.errors import TieredCheckpointError, TierUnavailableError
-from tieredckpt.memory_service_options import MEMORY_SERVICE_JOB
+from tieredckpt.memory_service_options import MEMORY_SERVICE_JOB, jobs_in_use
 from tieredckpt.settings import Settings, override_settings, run_directory
 from tieredckpt.step_inventory import StepInventory
 
@@ -232,9 +232,7 @@ def _jobs_of(place: AgentPaths) -> dict[str, bool]:
     """Return the jobs that an agent has steps or processes of, and whether it has steps."""
     with contextlib.closing(Client(lambda: connect_to_agent(place.socket), retry_s=0.0)) as client:
         jobs = client.status().jobs
-    return {
-        one.job: one.versions > 0 for one in jobs if (one.versions or one.clients) and one.job != MEMORY_SERVICE_JOB
-    }
+    return {one.job: one.versions > 0 for one in jobs_in_use(jobs)}
 
 
 class _AgentJobs(NamedTuple):

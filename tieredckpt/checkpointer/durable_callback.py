@@ -16,8 +16,10 @@ from tieredckpt.session.session import Session
 
 log = logging.getLogger(__name__)
 
-_WAIT_S = 1.0
+_WAIT_S = 0.2
 """Seconds of one wait for an upload, after which the thread notices that the Checkpointer was closed."""
+_CLOSE_S = 10.0
+"""Seconds for the user's code to return when the Checkpointer is closed. A recovery waits for it."""
 
 
 class DurableStep(NamedTuple):
@@ -54,7 +56,9 @@ class DurableCallback:
         self._closing.set()
         if self._thread is not None:
             self._pending.put(None)
-            self._thread.join()
+            self._thread.join(_CLOSE_S)
+            if self._thread.is_alive():
+                log.error("%s: on_durable has not returned within %.0f s and is left behind", self._job, _CLOSE_S)
 
     def _run(self) -> None:
         missed = []

@@ -33,7 +33,7 @@ from tieredckpt.cli.common_options import confirm_deletion, output_options, pass
 from tieredckpt.cli.exit_codes import CommandError, ExitCode
 from tieredckpt.cli.help_format import SuggestingGroup, with_help_format
 from tieredckpt.errors import UsageError
-from tieredckpt.memory_service_options import MEMORY_SERVICE_JOB
+from tieredckpt.memory_service_options import jobs_in_use
 from tieredckpt.settings import load_settings, override_settings
 
 _STOP_S = 60.0
@@ -135,9 +135,7 @@ class RunningAgent:
     def jobs(self) -> dict[str, int]:
         """Jobs with checkpoints or processes here, with their numbers of processes."""
         known = self.status.jobs if self.status is not None else ()
-        return {
-            one.job: one.clients for one in known if (one.versions or one.clients) and one.job != MEMORY_SERVICE_JOB
-        }
+        return {one.job: one.clients for one in jobs_in_use(known)}
 
     def as_json(self) -> dict[str, Any]:
         arena = self.status.arena if self.status is not None else None

@@ -35,7 +35,7 @@ from tieredckpt.errors import (
 from tieredckpt.format import object_keys
 from tieredckpt.format.manifest import ShardIndex
 from tieredckpt.location import Location, parse_location
-from tieredckpt.memory_service_options import MEMORY_SERVICE_JOB
+from tieredckpt.memory_service_options import jobs_in_use
 from tieredckpt.resolve_step import Tier
 from tieredckpt.session.peer_reader import PeerReader
 from tieredckpt.settings import DurableSettings, Settings, override_settings
@@ -342,7 +342,7 @@ def require_agent(client: TierClient) -> NodeAgentClient:
 def known_job_names(client: TierClient) -> list[str]:
     """Return the jobs with checkpoints or processes at this node's agent."""
     known = require_agent(client).store.status().jobs
-    return sorted(one.job for one in known if (one.versions or one.clients) and one.job != MEMORY_SERVICE_JOB)
+    return sorted(one.job for one in jobs_in_use(known))
 
 
 def _suggest_job(client: TierClient, job: str) -> str:

@@ -1,11 +1,13 @@
 """``on_durable`` is called for each durable step in order, and its errors stop nothing."""
 
+import threading
 from pathlib import Path
 
 import pytest
 
 from tests.support.jobs import state_at
 from tieredckpt import Checkpointer, DurableStep
+from tieredckpt.checkpointer import durable_callback
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 JOB = "tiered://told"
@@ -52,6 +54,14 @@ def test_step_whose_upload_has_not_ended_at_close_is_a_warning(agent_dir, tmp_pa
     train(tmp_path / "durable", seen.append, steps=1, wait=False)
     assert not seen
     assert "on_durable was not called for step 0" in caplog.text
+
+
+def test_callback_that_does_not_return_does_not_block_close(agent_dir, tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(durable_callback, "_CLOSE_S", 0.1)
+    returned = threading.Event()
+    train(tmp_path / "durable", lambda _: returned.wait(), steps=1)
+    returned.set()
+    assert "told: on_durable has not returned within" in caplog.text
 
 
 def test_plain_checkpoint_of_a_disabled_package_is_reported(tmp_path, monkeypatch):
