@@ -25,7 +25,7 @@ from peerstore.transport.tcp import ConnectionAdmission, UnauthenticatedConnecti
 from tieredckpt.agent.agent_service import NodeAgentService
 from tieredckpt.agent.cluster_settings import ClusterSettingsWatcher
 from tieredckpt.errors import UsageError
-from tieredckpt.memory_service_options import MEMORY_SERVICE_JOB
+from tieredckpt.memory_service_options import jobs_in_use
 
 if TYPE_CHECKING:
     import ssl
@@ -375,17 +375,17 @@ def _live_page(node: NodeAgentService) -> str:
     from tieredckpt.agent.live_page import JobOnNode, live_page
 
     store = node.store.status()
-    teams = {team.job: _peers(team) for team in node.teams}
+    teams = {team.job: team for team in node.teams}
     jobs = [
         JobOnNode(
             one,
             node.protection(one.job),
             node.store.list_shards(one.job),
             node.drain.status(one.job),
-            teams.get(one.job),
+            _peers(teams[one.job]) if one.job in teams else None,
+            teams[one.job].newest_replicated if one.job in teams else None,
         )
-        for one in store.jobs
-        if one.job != MEMORY_SERVICE_JOB and (one.versions or one.clients)
+        for one in jobs_in_use(store.jobs)
     ]
     name = node.peers.node_peers.node_id if node.peers is not None else socket.gethostname()
     return live_page(name, node.writer, store, jobs, time.time_ns())

@@ -17,9 +17,10 @@ from tieredckpt.goodput.html_report.elements import (
     count_text,
     duration_text,
     element,
+    html_page,
     html_table,
     report_section,
-    style_sheet,
+    tile,
     utc_text,
 )
 
@@ -40,6 +41,8 @@ class JobOnNode:
     uploads: Sequence[DrainStatus]
     peers: Mapping[str, Any] | None
     """The job's ``peers`` in ``/status``; ``None`` if the job's shards are not replicated."""
+    replicated: VersionId | None
+    """The newest step with all its replicas, as far as this node knows."""
 
     @property
     def is_protected(self) -> bool:
@@ -48,14 +51,6 @@ class JobOnNode:
 
 def live_page(node: str, writer: str, store: StoreStatus, jobs: Sequence[JobOnNode], now_ns: int) -> str:
     """Return the page, which a browser loads again every few seconds."""
-    head = element(
-        "head",
-        element("meta", charset="utf-8"),
-        element("meta", name="viewport", content="width=device-width, initial-scale=1"),
-        element("meta", http_equiv="refresh", content=str(_REFRESH_S)),
-        element("title", f"{node}: node agent"),
-        element("style", Markup(style_sheet())),
-    )
     unprotected = sum(not one.is_protected for one in jobs)
     state = f"{count_text(unprotected, 'job')} unprotected" if unprotected else "good"
     body = (
@@ -72,29 +67,19 @@ def live_page(node: str, writer: str, store: StoreStatus, jobs: Sequence[JobOnNo
         _damage(store),
         element("footer", "All nodes of a job: tieredckpt top JOB. For programs: /metrics and /status."),
     )
-    return f"<!DOCTYPE html>\n{element('html', head, element('body', element('main', body)), lang='en')}\n"
-
-
-def _tile(name: str, value: str, more: str = "", *, look: str = "") -> Markup:
-    return element(
-        "div",
-        element("dt", name),
-        element("dd", value, class_="value"),
-        element("dd", more, class_="more") if more else None,
-        class_=f"tile {look}".strip(),
-    )
+    return html_page(f"{node}: node agent", body, refresh_s=_REFRESH_S)
 
 
 def _memory(arena: ArenaStatus, verifying: int) -> Markup:
     share = arena.allocated_bytes / arena.budget_bytes if arena.budget_bytes else 0.0
     tiles = (
-        _tile("in slots", bytes_text(arena.allocated_bytes), f"{100 * share:.0f} % of the budget"),
-        _tile("sealed", bytes_text(arena.sealed_bytes)),
-        _tile("budget", bytes_text(arena.budget_bytes)),
-        _tile(
+        tile("in slots", bytes_text(arena.allocated_bytes), f"{100 * share:.0f} % of the budget"),
+        tile("sealed", bytes_text(arena.sealed_bytes)),
+        tile("budget", bytes_text(arena.budget_bytes)),
+        tile(
             "slots", str(arena.slots), f"{arena.free_slots} free, {arena.leases} being written, {arena.pins} being read"
         ),
-        _tile("not verified yet", count_text(verifying, "shard"), look="warn") if verifying else None,
+        tile("not verified yet", count_text(verifying, "shard"), look="warn") if verifying else None,
     )
     return report_section("memory", "Memory", element("dl", tiles, class_="tiles"))
 
@@ -106,14 +91,14 @@ def _job(one: JobOnNode, now_ns: int) -> Markup:
         note.append(f"The last upload failed: {protection.upload_problem}")
     newest = one.status.newest_committed
     tiles = (
-        _tile("newest complete step", "none" if newest is None else str(newest)),
-        _tile(
+        tile("newest complete step", "none" if newest is None else str(newest)),
+        tile(
             "protected step",
             str(protection.step) if protection.step >= 0 else "none",
             "" if one.is_protected else "newer steps would be lost with this node",
             look="good" if one.is_protected else "bad",
         ),
-        _tile("processes", str(one.status.clients), "" if one.status.clients else _expiry(one.status)),
+        tile("processes", str(one.status.clients), "" if one.status.clients else _expiry(one.status)),
     )
     return report_section(
         f"job-{one.status.job}",
@@ -161,10 +146,10 @@ def _steps(one: JobOnNode, now_ns: int) -> Iterator[Sequence[MarkupPart]]:
 
 
 def _replicated(one: JobOnNode, version_id: VersionId) -> str:
-    if one.peers is None:
+    """Return whether the step is replicated; this node does not know it of older steps."""
+    if one.peers is None or (one.replicated is not None and version_id < one.replicated):
         return "-"
-    newest = one.status.newest_replicated
-    return "yes" if newest is not None and version_id.version <= newest else "not yet"
+    return "yes" if version_id == one.replicated else "not yet"
 
 
 def _durable(upload: DrainStatus | None) -> MarkupPart:
@@ -210,5 +195,5 @@ def _damage(store: StoreStatus) -> Markup | None:
         "damage",
         "Damaged copies",
         html_table(("job", "copy", "message", "found"), reversed(rows)),
-        note="Other copies were used in place of these. If this repeats, look for failing memory.",
+        note="The agent no longer uses these copies. If this repeats, look for failing memory.",
     )

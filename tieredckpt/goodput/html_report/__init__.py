@@ -8,9 +8,9 @@ from tieredckpt.goodput.html_report.elements import (
     Markup,
     duration_text,
     element,
+    html_page,
     html_table,
     report_section,
-    style_sheet,
     utc_text,
 )
 from tieredckpt.goodput.html_report.sections import (
@@ -28,14 +28,6 @@ __all__ = ["html_report"]
 
 def html_report(analysis: Analysis) -> str:
     """Return the HTML page of ``analysis``."""
-    title = f"{analysis.job or 'a job'}: goodput"
-    head = element(
-        "head",
-        element("meta", charset="utf-8"),
-        element("meta", name="viewport", content="width=device-width, initial-scale=1"),
-        element("title", title),
-        element("style", Markup(style_sheet())),
-    )
     body = (
         report_header(analysis),
         summary_section(analysis),
@@ -51,7 +43,7 @@ def html_report(analysis: Analysis) -> str:
         _warnings(analysis),
         element("footer", f"Written by tieredckpt from the event log of the job, {utc_text(analysis.end_us)}."),
     )
-    return f"<!DOCTYPE html>\n{element('html', head, element('body', element('main', body)), lang='en')}\n"
+    return html_page(f"{analysis.job or 'a job'}: goodput", body)
 
 
 def _runs(one: Analysis) -> Markup:

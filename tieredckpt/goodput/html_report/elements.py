@@ -72,6 +72,25 @@ def report_section(name: str, title: str, *parts: MarkupPart, note: MarkupPart =
     return element("section", element("h2", title), rendered, parts, id=name)
 
 
+def tile(name: str, value: MarkupPart, more: MarkupPart = "", *, look: str = "") -> Markup:
+    """Return one number with its name; ``look`` is ``good``, ``warn``, ``bad`` or neutral."""
+    content = (element("dt", name), element("dd", value, class_="value"), element("dd", more, class_="more"))
+    return element("div", content, class_=f"tile {look}".strip())
+
+
+def html_page(title: str, body: MarkupPart, *, refresh_s: int | None = None) -> str:
+    """Return a complete page, which a browser loads again every ``refresh_s`` seconds."""
+    head = element(
+        "head",
+        element("meta", charset="utf-8"),
+        element("meta", name="viewport", content="width=device-width, initial-scale=1"),
+        element("meta", http_equiv="refresh", content=str(refresh_s)) if refresh_s is not None else None,
+        element("title", title),
+        element("style", Markup(style_sheet())),
+    )
+    return f"<!DOCTYPE html>\n{element('html', head, element('body', element('main', body)), lang='en')}\n"
+
+
 def data_value(shown: str, value: float | str) -> Markup:
     """Return the text ``shown`` in an element that also holds the exact value."""
     return element("data", shown, value=repr(value) if isinstance(value, float) else str(value))

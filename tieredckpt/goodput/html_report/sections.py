@@ -32,6 +32,7 @@ from tieredckpt.goodput.html_report.elements import (
     si_text,
     stage_kind,
     svg_number,
+    tile,
     time_ticks,
     utc_text,
 )
@@ -59,7 +60,9 @@ def report_header(one: Analysis) -> Markup:
 
 def summary_section(one: Analysis) -> Markup:
     ring = _ring(one)
-    tiles = element("dl", [_tile(*parts) for parts in _tiles(one)], class_="tiles")
+    tiles = element(
+        "dl", [tile(name, value, more, look=look) for look, name, value, more in _tiles(one)], class_="tiles"
+    )
     hero = element("div", ring, tiles, class_="hero")
     return report_section("summary", "Where the time went", hero, _spent(one), _legend(one))
 
@@ -132,11 +135,6 @@ def _protected(one: Analysis, step: int) -> tuple[str, str, MarkupPart, MarkupPa
         more = f"unprotected since {utc_text(since_us)}"
     colour = "bad" if since_us is not None else "warn" if times else "good"
     return colour, "protected up to", data_value(f"step {step:,}" if step >= 0 else "no step", step), more
-
-
-def _tile(colour: str, name: str, value: MarkupPart, more: MarkupPart) -> Markup:
-    content = (element("dt", name), element("dd", value, class_="value"), element("dd", more, class_="more"))
-    return element("div", content, class_=f"tile {colour}".strip())
 
 
 def _ring(one: Analysis) -> Markup:

@@ -51,14 +51,15 @@ def group(step):
     return VersionId(7, step, 0, INCARNATION)
 
 
-def shard(step, part=0, *, parts=2, holders=(), complete=True):
-    key = ShardKey("llama", step, 7, INCARNATION, 0, part)
+def shard(step, part=0, *, epoch=7, parts=2, holders=(), complete=True):
+    key = ShardKey("llama", step, epoch, INCARNATION, 0, part)
     return ShardInfo(key, parts, 1 << 20, b"", NOW_NS - 4_000_000_000, complete, holders)
 
 
 def job(**changes):
     given = {
         "status": JobStatus("llama", 7, 2, 2, 41, None, 40),
+        "replicated": group(40),
         "protection": ProtectionStatus(40),
         "shards": [shard(40), shard(41), shard(41, 1, holders=("n2", "n1")), shard(42, complete=False)],
         "uploads": [DrainStatus(group(40), "done")],
@@ -114,8 +115,15 @@ def test_unprotected_job_is_on_top_of_the_page(protection):
     assert "newer steps would be lost with this node" in page.text
 
 
+def test_lower_step_after_a_rollback_is_not_replicated():
+    text = page_of(job(shards=[shard(40), shard(36, epoch=8), shard(39)])).text
+    assert "36 complete 1 own, of 2 1.0 MiB not yet" in text.replace("not complete yet", "complete")
+    assert "40 complete 1 own, of 2 1.0 MiB yes" in text
+    assert "39 complete 1 own, of 2 1.0 MiB -" in text
+
+
 def test_job_without_replicas_has_no_nodes():
-    text = page_of(job(peers=None)).text
+    text = page_of(job(peers=None, replicated=None)).text
     assert "Nodes" not in text
     assert "40 complete 1 own, of 2 1.0 MiB - yes" in text
 
