@@ -8,7 +8,7 @@ import secrets
 import threading
 import time
 from bisect import bisect_right
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass, replace
 from functools import partial
@@ -97,9 +97,13 @@ class RetryingStore:
             return assemble_ranges(ranges, fetches, [self._fetch(name, fetches[0], self._retry)])
         stop = self._stop.child()
         retry = replace(self._retry, sleep=stop.wait)
-        pending = [self._readers.submit(self._fetch, name, each, retry) for each in fetches]
+        pending: list[Future[Buffer]] = []
         try:
+            pending += (self._readers.submit(self._fetch, name, each, retry) for each in fetches)
             return assemble_ranges(ranges, fetches, [future.result() for future in pending])
+        except (RuntimeError, CancelledError):
+            self._stop.raise_if_set()  # the store was closed between two requests
+            raise
         finally:
             stop.set()
             for future in pending:
