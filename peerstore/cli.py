@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import json
 import logging
+import os
 import sys
 from dataclasses import fields
 from importlib import metadata
@@ -94,6 +95,7 @@ def store_settings_from_args(args: argparse.Namespace) -> StoreSettings:
 
 def start_agent_process(args: argparse.Namespace) -> None:
     """Detach from the foreground if requested, and log to standard error."""
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy's threads spin after the import, and an agent needs none
     if args.detach:
         daemonize()
     logging.basicConfig(

@@ -252,6 +252,8 @@ class StepLayoutCache:
             known = self._indexes.get(wanted)
             if known is None:
                 missing = wanted - self._columns.keys()
+                if len(missing) >= _MIN_STACKED:
+                    import numpy as np  # noqa: F401 - so that it checks these layouts, too
                 for digest, data in fetch(sorted(missing)).items() if missing else ():
                     self._columns[digest] = LayoutColumns(data)
                 known = PieceIndex({digest: self._columns[digest] for digest in sorted(wanted)})

@@ -16,6 +16,7 @@ each save writes a new tail and header.
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import math
 import sys
@@ -75,6 +76,10 @@ def safetensors_dtype_and_shape(dtype: str, sizes: tuple[int, ...], size_bytes: 
 TENSOR_ALIGNMENT = 64
 HEADER_ALIGNMENT = 4096
 _MAX_ELEMENTS, _MAX_BYTES = 1 << 60, 1 << 62
+_FEW_ROWS = 8192
+"""Rows of a layout up to which a process without numpy checks them in Python."""
+_TOO_MANY_BYTES = "more bytes than any file has"
+_GAP = "a tensor does not start where the one before it ends"
 _MAX_NAMELESS = 1 << 16
 """Most list elements of a state that may have no name."""
 _WIDEST_ITEM = len('":{"dtype":"U8","shape":[],"data_offsets":[,]},') + 3 * 20
@@ -368,25 +373,63 @@ def _numbers(columns: _Columns) -> memoryview:
     return memoryview(numbers)
 
 
-def _check_columns(columns: _Columns) -> tuple[memoryview, int]:
+def _check_columns(columns: _Columns) -> tuple[Sequence[int], int]:
     """Return the index of each tensor's first number, and the bytes of all tensors.
 
     Raise ``ValueError`` if the columns are inconsistent.
     """
-    import numpy as np
-
     count = len(columns.names)
     if not len(columns.dtype_of) == len(columns.itemsizes) == len(columns.ranks) == len(columns.flags) == count:
         raise ValueError("columns of different lengths")
+    # The import of numpy takes longer than these rows, and a node agent has not imported it.
+    check = _check_rows if count <= _FEW_ROWS and "numpy" not in sys.modules else _check_arrays
+    return check(columns)
+
+
+def _check_rows(columns: _Columns) -> tuple[Sequence[int], int]:
+    """Check each row of a layout in Python."""
+    at = list(itertools.accumulate((1 + 3 * rank for rank in columns.ranks), initial=0))
+    if len(columns.numbers) != 8 * at[-1]:
+        raise _numbers_error(columns)
+    numbers, starts, end = _numbers(columns).tolist(), [], 0
+    if columns.dtype_of and max(columns.dtype_of) >= len(columns.dtypes):
+        raise _dtype_error(columns)
+    widths = [DTYPE_WIDTHS.get(dtype, 0) for dtype in columns.dtypes]
+    for row, (start, rank, itemsize) in enumerate(zip(at, columns.ranks, columns.itemsizes, strict=False)):
+        first = start + 1
+        shape = numbers[first : first + rank]
+        offsets = numbers[first + rank : first + 2 * rank]
+        sizes = numbers[first + 2 * rank : first + 3 * rank]
+        for length, offset, size in zip(shape, offsets, sizes, strict=True):
+            if offset < 0 or size < 0 or size > length - offset:
+                raise _row_error(columns, row)
+        if not 1 <= itemsize <= 16 or widths[columns.dtype_of[row]] not in (0, itemsize):
+            raise _row_error(columns, row)
+        if math.prod(shape) >= _MAX_ELEMENTS:
+            raise _row_error(columns, row)
+        starts.append(end)
+        end += math.prod(sizes) * itemsize
+    if end >= _MAX_BYTES:
+        raise ValueError(_TOO_MANY_BYTES)
+    if [numbers[first] for first in at[:-1]] != starts:
+        raise ValueError(_GAP)
+    return at, end
+
+
+def _check_arrays(columns: _Columns) -> tuple[Sequence[int], int]:
+    """Check all rows of a layout with numpy."""
+    import numpy as np
+
+    count = len(columns.names)
     ranks = np.frombuffer(columns.ranks, np.uint8).astype(np.int64)
     at = np.concatenate((np.zeros(1, np.int64), np.cumsum(1 + 3 * ranks)))
     if len(columns.numbers) != 8 * at[-1]:
-        raise ValueError(f"{len(columns.numbers)} bytes of numbers for {count} tensors")
+        raise _numbers_error(columns)
     numbers = np.frombuffer(columns.numbers, "<i8")
     itemsizes = np.frombuffer(columns.itemsizes, np.uint8).astype(np.int64)
     dtype_of = np.frombuffer(columns.dtype_of, np.uint8)
     if count and dtype_of.max() >= len(columns.dtypes):
-        raise ValueError(f"a type that is not among {len(columns.dtypes)}")
+        raise _dtype_error(columns)
     # A read copies bytes into a tensor of this type by this width.
     widths = (
         np.array([DTYPE_WIDTHS.get(dtype, 0) for dtype in columns.dtypes], np.int64)[dtype_of] if count else itemsizes
@@ -402,14 +445,26 @@ def _check_columns(columns: _Columns) -> tuple[memoryview, int]:
         valid[rows] &= inside.all(axis=1) & (shape.astype(np.float64).prod(axis=1) < _MAX_ELEMENTS)
         volumes[rows] = sizes.prod(axis=1)
     if not valid.all():
-        raise ValueError(f"{columns.names[int(np.argmin(valid))]} does not lie within its shape, or has no such type")
+        raise _row_error(columns, int(np.argmin(valid)))
     if float((volumes.astype(np.float64) * itemsizes).sum()) >= _MAX_BYTES:
-        raise ValueError("more bytes than any file has")
+        raise ValueError(_TOO_MANY_BYTES)
     ends = np.cumsum(volumes * itemsizes)
     starts = numbers[at[:-1]]
     if count and (starts[0] != 0 or (starts[1:] != ends[:-1]).any()):
-        raise ValueError("a tensor does not start where the one before it ends")
+        raise ValueError(_GAP)
     return memoryview(at.data), int(ends[-1]) if count else 0
+
+
+def _numbers_error(columns: _Columns) -> ValueError:
+    return ValueError(f"{len(columns.numbers)} bytes of numbers for {len(columns.names)} tensors")
+
+
+def _dtype_error(columns: _Columns) -> ValueError:
+    return ValueError(f"a type that is not among {len(columns.dtypes)}")
+
+
+def _row_error(columns: _Columns, row: int) -> ValueError:
+    return ValueError(f"{columns.names[row]} does not lie within its shape, or has no such type")
 
 
 def _check_entry(entry: TensorEntry) -> None:

@@ -60,6 +60,10 @@ class FilledTensors:
         if not target.is_inference():
             self._verified[number] = target, target._version
 
+    def discard(self, number: int) -> None:
+        """Discard a target that was not compared with the seal after all."""
+        self._verified.pop(number, None)
+
     def drop_shared(self) -> None:
         """Discard targets that share memory, because the later load overwrites the earlier one."""
         end, last = 0, -1

@@ -11,7 +11,7 @@ import logging
 import operator
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
@@ -145,6 +145,8 @@ class ReadExecutor:
         """Ranges, by part, that the agent must verify before the copy."""
         self._far: dict[int, list[tuple[ByteRange, int]]] = defaultdict(list)
         """Ranges of shards on other nodes or in the durable tier, and their target addresses, by part."""
+        self._arriving: dict[int, list[LoadedItem]] = defaultdict(list)
+        """Items that are compared in their targets if other nodes deliver the part."""
         self._deferred: list[tuple[torch.Tensor, torch.Tensor]] = []
         """Targets that are filled at the end of the window, each with its buffer."""
         self._device = accelerator()
@@ -190,7 +192,12 @@ class ReadExecutor:
         self._verify_pending()
         self._copy_whole(self._whole)
         self._whole.clear()
-        self._copy_bytes(self._near, self._far)
+        from_durable = self._copy_bytes(self._near, self._far)
+        if self._evidence is not None:
+            for part in from_durable:
+                for loaded in self._arriving[part]:
+                    self._evidence.filled.discard(loaded.number)
+        self._arriving.clear()
         if self._device_reads:
             self._fill_devices()
         for target, buffer in self._deferred:
@@ -227,16 +234,18 @@ class ReadExecutor:
                 ranges = [ByteRange(at * size, min((at + 1) * size, shard.size_bytes)) for at in bad]
                 raise ReadMismatchError(part, ranges)
 
-    def _copy_bytes(self, near: Mapping[int, list[MemoryCopy]], far: Mapping[int, _Wanted]) -> None:
-        """Copy bytes of shards from any tier to addresses of this process."""
+    def _copy_bytes(self, near: Mapping[int, list[MemoryCopy]], far: Mapping[int, _Wanted]) -> Collection[int]:
+        """Copy bytes of shards from any tier to addresses; return the parts that came from the durable tier."""
         copier = self._session.copier
         for part, moves in near.items():
             try:
                 copier.copy_from_file(self._pinned.file(part), moves)
             except OSError as error:
                 raise TierUnavailableError(f"{self._step.shards[part].key} cannot be read: {error}") from error
-        for part, wanted in self._read_from_peers(far).items():
+        durable = self._read_from_peers(far)
+        for part, wanted in durable.items():
             self._read_from_durable(part, wanted)
+        return durable
 
     def _fill_devices(self) -> None:
         """Fill the targets on devices, buffer by buffer in the order of the shards, and wait for the devices."""
@@ -288,7 +297,7 @@ class ReadExecutor:
                 read.evidence.fingerprinted.append(found)
 
     def _plan_tensor(self, item: ReadItem, target: torch.Tensor) -> bool:
-        """Plan the reads of a tensor; return whether the copy compares all of it with the seal."""
+        """Plan the reads of a tensor; return whether all of it is compared with the seal while it is filled."""
         fqn, wanted = item.storage_index.fqn, read_item_box(item)
         if tuple(target.shape) != wanted.sizes:
             raise MismatchError(f"{fqn}: {wanted.sizes} elements are to be read into a tensor of {tuple(target.shape)}")
@@ -326,7 +335,7 @@ class ReadExecutor:
         place: torch.device | None,
         bytewise: bool,
     ) -> bool:
-        """Plan the reads of a piece; return whether the copy compares it with the seal."""
+        """Plan the reads of a piece; return whether it is compared with the seal while it is filled."""
         step, entry = self._step, piece.entry
         near = step.tier(piece.part) is Tier.MEMORY
         if piece.item >= 0:
@@ -387,7 +396,9 @@ class ReadExecutor:
         for run in found:
             at = base + run.source
             self._far[piece.part].append((ByteRange(at, at + run.size_bytes), address + run.target))
-        return False
+        if loaded is not None:
+            self._arriving[piece.part].append(loaded)
+        return simple and step.tier(piece.part) is Tier.PEER
 
     def _verify_first(self, piece: TensorPiece) -> None:
         """Let the agent verify a piece that this process should verify and cannot verify during the copy."""

@@ -1,5 +1,7 @@
 """Restores of steps from other nodes: other world sizes, several sources at once, all tiers."""
 
+from unittest import mock
+
 import pytest
 import torch
 
@@ -9,6 +11,9 @@ from tests.support.clusters import make_cluster
 from tests.support.jobs import durable_settings
 from tests.support.stores import flip_byte, pinned_file
 from tieredckpt import Checkpointer
+from tieredckpt.errors import RestoreProofError
+from tieredckpt.restore import proof
+from tieredckpt.session.peer_reader import PeerReader
 
 NAMES = ["n1", "n2", "n3"]
 
@@ -86,3 +91,50 @@ def test_step_is_restored_from_memory_a_peer_and_storage(cluster, rclone):
     assert all(tiers.values())
     assert sum(nodes.values()) == tiers["peer"]
     assert "n1" not in nodes
+
+
+class LateWrite:
+    """A ``Stateful`` whose load changes one bit of a tensor that was restored before it."""
+
+    def __init__(self, tensor):
+        self.tensor = tensor
+
+    def state_dict(self):
+        return {}
+
+    def load_state_dict(self, state):
+        self.tensor.view(torch.uint8)[-1, -1] ^= 1
+
+
+def restore_and_count_hashed_bytes(job, step, delivered):
+    """Restore once as usual, and once with a late write, which must be detected."""
+    hashed = []
+    digests, read = proof.tensor_digests, PeerReader.read
+
+    def counting(tensors, copier):
+        hashed.append(sum(tensor.nbytes for tensor in tensors))
+        return digests(tensors, copier)
+
+    def reading(self, wanted, *how):
+        return read(self, wanted, *how) if delivered else (list(wanted), {})
+
+    with (
+        mock.patch.object(proof, "tensor_digests", counting),
+        mock.patch.object(PeerReader, "read", reading),
+        Checkpointer(job, on_sigterm="ignore") as ckpt,
+    ):
+        state = zeros_like_state({**full(step), "same": torch.arange(100) * step, "step": step})
+        assert ckpt.restore(state) == step
+        report, count = ckpt.last_restore, sum(hashed)
+        with pytest.raises(RestoreProofError, match=r"1 entry differs from the saved state: w\."):
+            ckpt.restore(state | {"zz": LateWrite(state["w"])}, strict=False)
+        return report.bytes_by_tier, report.proof.size_bytes, count
+
+
+@pytest.mark.parametrize("delivered", [True, False], ids=["from other nodes", "left to the durable tier"])
+def test_bytes_that_other_nodes_delivered_are_hashed_once(cluster, tmp_path, delivered):
+    environ = {"TIEREDCKPT_DURABLE_URL": f"file://{tmp_path}/durable"}
+    cluster.run(NAMES, save_durably, 5, environ=environ)
+    ((tiers, compared, hashed),) = cluster.run(["n1"], restore_and_count_hashed_bytes, 5, delivered, environ=environ)
+    assert compared == bytes_of(full(5)) + 800
+    assert hashed == (tiers["peer"] if delivered else 2 * tiers["durable"])

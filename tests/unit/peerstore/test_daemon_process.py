@@ -2,6 +2,7 @@
 
 import os
 import subprocess
+import sys
 
 from peerstore.daemon_process import ProcessIdentity, current_process, process_identity, process_start_time
 
@@ -26,3 +27,14 @@ def test_a_number_given_to_a_later_process_is_another_owner():
 
 def test_invisible_process_counts_as_alive():
     assert process_identity(0).is_alive
+
+
+def test_an_agent_has_no_threads_of_numpy():
+    environ = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    script = (
+        "import argparse, os; from peerstore.cli import start_agent_process\n"
+        "start_agent_process(argparse.Namespace(detach=False, log_level='warning'))\n"
+        "import numpy; print(len(os.listdir('/proc/self/task')))"
+    )
+    found = subprocess.run([sys.executable, "-c", script], env=environ, check=True, capture_output=True, text=True)
+    assert found.stdout == "1\n"

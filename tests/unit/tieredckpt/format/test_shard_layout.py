@@ -1,10 +1,12 @@
 import json
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import deserialize
 
+from peerstore.message_codec import from_msgpack
 from tieredckpt.errors import CheckpointDamagedError
 from tieredckpt.format.shard_layout import (
     ARCHIVE_ITEM,
@@ -13,6 +15,9 @@ from tieredckpt.format.shard_layout import (
     TENSOR_ALIGNMENT,
     ItemEntry,
     TensorEntry,
+    _check_arrays,
+    _check_rows,
+    _Columns,
     build_layout,
     decode_layout,
     encode_layout,
@@ -145,3 +150,25 @@ def test_archives_keep_their_tensor_and_objects_have_none():
     tensor = TensorEntry("s", "float32", (3, 3), Box((0, 0), (3, 3)), 4)
     layout = build_layout([], [ItemEntry("s", ARCHIVE_ITEM, tensor), ItemEntry("o", OBJECT_ITEM)], None)
     assert decode_layout(encode_layout(layout)).items == layout.items
+
+
+def checked(check, columns):
+    try:
+        first_numbers, size_bytes = check(columns)
+    except ValueError as error:
+        return str(error)
+    return [*first_numbers], size_bytes
+
+
+@given(st.lists(entries(), max_size=4), st.data())
+def test_layouts_are_checked_alike_with_and_without_numpy(tensors, data):
+    columns = from_msgpack(encode_layout(build_layout(tensors, [], None)), _Columns)
+    column = data.draw(st.sampled_from([None, "dtype_of", "itemsizes", "ranks", "numbers"]))
+    if column is not None:
+        raw = bytearray(getattr(columns, column))
+        if raw and data.draw(st.booleans()):
+            raw[data.draw(st.integers(0, len(raw) - 1))] ^= 1 << data.draw(st.integers(0, 7))
+        elif column == "numbers":
+            raw += bytes(data.draw(st.integers(1, 16)))
+        columns = msgspec.structs.replace(columns, **{column: bytes(raw)})
+    assert checked(_check_rows, columns) == checked(_check_arrays, columns)
