@@ -92,13 +92,16 @@ class Copier:
         self.threads = threads
         self._pool = ThreadPoolExecutor(max(1, threads - 1), thread_name_prefix="tieredckpt-copy")
 
-    def copy(self, moves: Sequence[MemoryCopy], *, before: Callable[[MemoryCopy], None] | None = None) -> None:
-        """Do all copies; ``before`` runs ahead of each piece, for example to populate its target."""
+    def copy(
+        self, moves: Sequence[MemoryCopy], *, base: int = 0, before: Callable[[MemoryCopy], None] | None = None
+    ) -> None:
+        """Do all copies, to targets relative to ``base``; ``before`` receives each piece ahead of its copy."""
 
         def copy_piece(move: MemoryCopy) -> None:
             if before is not None:
                 before(move)
-            _memcpy(move.target, move.source, move.size_bytes)
+            target, source, size_bytes = move
+            _memcpy(base + target, source, size_bytes)
 
         self._run_batches(moves, copy_piece, "stage.half")
 
@@ -347,20 +350,21 @@ class CopyPlan:
         """Copies with offsets in the slot as targets."""
         self.others: list[SlotWrite] = []
         self.on_devices: dict[torch.device, list[SlotWrite]] = {}
-        self.first, self.end = (pieces[0].start if pieces else 0), 0
-        device = accelerator()
-        for piece in pieces:
+        first, end = (pieces[0].start if pieces else 0), 0
+        device_of = accelerator().device_of
+        for piece in pieces:  # a state may have many small tensors, so this loop is short
             tensor, start = piece
             size = tensor.nbytes
-            self.first = min(self.first, start)
-            self.end = max(self.end, start + size)
-            place = device.device_of(tensor)
+            first = min(first, start)
+            end = max(end, start + size)
+            place = device_of(tensor)
             if place is not None:
                 self.on_devices.setdefault(place, []).append(piece)
             elif is_contiguous_in_memory(tensor):
                 self.moves.append(MemoryCopy(start, tensor.data_ptr(), size))
             else:
                 self.others.append(piece)
+        self.first, self.end = first, end
 
 
 class SlotCopy:
@@ -417,10 +421,10 @@ class SlotCopy:
         slot = self._slot
 
         def populate(move: MemoryCopy) -> None:
-            slot.populate(move.target - slot.address, move.size_bytes)
+            slot.populate(move.target, move.size_bytes)
 
-        moves = [MemoryCopy(slot.address + target, source, size) for target, source, size in self._plan.moves]
-        copier.copy(moves, before=None if slot.is_populated(self._plan.end) else populate)
+        before = None if slot.is_populated(self._plan.end) else populate
+        copier.copy(self._plan.moves, base=slot.address, before=before)
 
     def wait_for_devices(self) -> None:
         """Wait until no device writes into the slot, so that it may be released."""

@@ -21,6 +21,8 @@ from tieredckpt.format.shard_layout import TensorEntry
 from tieredckpt.tensors.plain_tensors import has_ordinary_dispatch, is_plain_tensor
 from tieredckpt.tensors.safe_objects import warn_unsafe_object
 
+_ORDINARY = (torch.Tensor, torch.nn.Parameter)
+
 
 def is_contiguous_in_memory(tensor: torch.Tensor) -> bool:
     """Return whether the tensor's bytes are in this process's memory, in the order of a save."""
@@ -39,7 +41,7 @@ def is_writable_in_place(target: torch.Tensor) -> bool:
 
 def require_materialized(name: str, tensor: torch.Tensor) -> None:
     """Raise :class:`UsageError` for a plain tensor without its memory, which would crash the process."""
-    if type(tensor) not in (torch.Tensor, torch.nn.Parameter) and isinstance(tensor, FakeTensor):
+    if type(tensor) not in _ORDINARY and isinstance(tensor, FakeTensor):
         raise UsageError(f"{name} is a fake tensor, a shape without elements: use the real one")
     try:
         address, available = tensor.data_ptr(), tensor.untyped_storage().nbytes()
@@ -170,8 +172,8 @@ def _shape_of(value: Any) -> Fingerprint:
         local = value._local_tensor
         return value.shape, value.dtype, local.shape, value.placements, value.device_mesh
     if isinstance(value, torch.Tensor):
-        kind = None if type(value) in (torch.Tensor, torch.nn.Parameter) else type(value)
-        return value.shape, value.dtype, kind, value.layout, tensor_shards(value)
+        kind = None if type(value) in _ORDINARY else type(value)
+        return value.shape, value.dtype, kind, value.layout, tensor_shards(value) if _HAS_SHARDS else None
     return ()
 
 
@@ -179,7 +181,7 @@ def local_tensor(flat: Mapping[str, Any], entry: TensorEntry) -> torch.Tensor:
     """Return this process's tensor of ``entry``; raise :class:`UsageError` if it has no memory."""
     value = flat[entry.fqn]
     found: Any = value._local_tensor if type(value) is DTensor else value
-    if type(found) not in (torch.Tensor, torch.nn.Parameter) or found.shape != entry.box.sizes:
+    if type(found) not in _ORDINARY or found.shape != entry.box.sizes:
         found = find_state_dict_object({entry.fqn: value}, MetadataIndex(entry.fqn, torch.Size(entry.box.offsets)))
         if not isinstance(found, torch.Tensor):
             raise UsageError(f"{entry.fqn} was a tensor when the save was planned and is a {type(found).__name__} now")
