@@ -386,7 +386,7 @@ ALERTS = (
         "0m",
         "warning",
         "Job {{ $labels.job }} has started or recovered {{ $value }} times in an hour",
-        "Run `tieredckpt goodput --faults` for the node and cause of each recovery. Replace a node that fails "
+        "Run `tieredckpt goodput JOB --faults` for the node and cause of each recovery. Replace a node that fails "
         "repeatedly. `elastic run --max-restarts` stops a job that cannot continue.",
     ),
 )

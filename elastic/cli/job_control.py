@@ -95,7 +95,7 @@ def resize_command(
     metavar="S",
     help="Seconds until the nodes must be free; ranks still running then are killed.",
 )
-@click.option("--reason", default="asked back", show_default=True, help="Reason to log and show.")
+@click.option("--reason", default="requested with elastic drain", show_default=True, help="Reason to log and show.")
 @job_options
 @pass_elastic_screen
 def drain_command(

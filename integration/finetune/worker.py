@@ -38,7 +38,10 @@ _OPTIONS = (
     click.option("--data", multiple=True, metavar="FILE|FOLDER", help="Training data, lines of JSON; may be repeated."),
     click.option("--output", metavar="FOLDER", help="Folder for model, progress and logs (default finetuned-JOB)."),
     click.option(
-        "--job", "name", metavar="NAME", help="Name of the job, by which it resumes (default the name of OUTPUT)."
+        "--job",
+        "name",
+        metavar="NAME",
+        help="Name of the job, by which it resumes (default the name of OUTPUT, else of the recipe or model).",
     ),
     click.option(
         "--recipe", metavar="FILE", help="HyperPod recipe with sizes, batches, learning rates and other options."

@@ -158,7 +158,8 @@ def add_agent_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--http",
         default="socket",
-        help="address of /metrics and /status: socket (a file in --dir), HOST:PORT, or off (default %(default)s)",
+        help="address of the status page, /metrics and /status: socket (a file in --dir), HOST:PORT, or off "
+        "(default %(default)s)",
     )
     parser.add_argument("--node", default="", help="name of this node within a job (default the host name)")
     parser.add_argument(

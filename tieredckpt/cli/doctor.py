@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from datetime import datetime, timezone
 from email.utils import parsedate_to_datetime
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -23,6 +24,7 @@ from peerstore.daemon_process import ensure_private_directory
 from peerstore.errors import AgentUnreachableError, PeerStoreError, RequestError
 from peerstore.settings import AgentPaths, parse_budget
 from peerstore.sizes_and_durations import parse_size, show_seconds, show_size
+from peerstore.suggestions import did_you_mean
 from peerstore.transport.unix import connect_to_agent
 from tieredckpt.agent.agent_client import NodeAgentClient, file_system_type
 from tieredckpt.agent.agent_http import UNIX
@@ -52,6 +54,8 @@ from tieredckpt.errors import (
 )
 from tieredckpt.settings import DurableSettings, Settings, override_settings
 
+FRAMEWORK_CHECKS = "tieredckpt.framework_checks"
+"""Entry-point group of functions from a framework's name, settings and environment to findings."""
 _TIMEOUT_S = 5.0
 _AGENT_STORE = "agent's uploads"
 _STORE = ("durable tier", "credentials", "clock", _AGENT_STORE)
@@ -64,10 +68,20 @@ _CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.lim
 @click.option("--bandwidth", is_flag=True, help="Measure the speed of an upload of --size to the durable tier.")
 @click.option("--size", default="64MiB", show_default=True, help="Size of the upload of --bandwidth.")
 @click.option("--gpu", is_flag=True, help="Test the functions of this node's devices that saves and recovery need.")
+@click.option(
+    "--framework", default="", metavar="NAME", help="Check a framework's version and settings, for example lightning."
+)
 @tier_options
 @pass_output
 def doctor_command(
-    screen: CommandOutput, *, bandwidth: bool, size: str, gpu: bool, agent_dir: Path | None, durable: str | None
+    screen: CommandOutput,
+    *,
+    bandwidth: bool,
+    size: str,
+    gpu: bool,
+    framework: str,
+    agent_dir: Path | None,
+    durable: str | None,
 ) -> ExitCode:
     """Check this node, its agent and the durable tier, and list what survives each kind of loss.
 
@@ -81,7 +95,7 @@ def doctor_command(
         return _print_report(screen, None, [check_failed("settings", str(error), "correct these keys")])
     except ValueError as error:
         raise click.BadParameter(str(error), param_hint="--size") from error
-    found = [_about_settings(settings)]
+    found = [_about_settings(settings), *_about_framework(framework, settings)]
     with screen.spinner("looking at this node"):
         agent_findings, known = _about_agent(settings)
         found += [*_about_node(settings), *agent_findings]
@@ -145,6 +159,19 @@ def _about_settings(settings: Settings) -> CheckResult:
             "settings", f"{text}; switched off: scripts write plain checkpoints to {settings.durable.url}"
         )
     return check_passed("settings", text)
+
+
+def _about_framework(name: str, settings: Settings) -> list[CheckResult]:
+    if not name:
+        return []
+    checks = {point.name: point for point in metadata.entry_points(group=FRAMEWORK_CHECKS)}
+    if name not in checks:
+        known = ", ".join(sorted(checks))
+        raise click.BadParameter(
+            f"there is no framework {name!r}.{did_you_mean(name, checks)} Known: {known}", param_hint="--framework"
+        )
+    found: list[CheckResult] = checks[name].load()(name, settings, os.environ)
+    return found
 
 
 def _about_node(settings: Settings) -> list[CheckResult]:

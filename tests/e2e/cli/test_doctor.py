@@ -50,6 +50,29 @@ def test_environment_that_prevents_nccl_recovery_is_named_with_its_reason(cli, a
     )
 
 
+def test_framework_is_checked_with_its_version_and_settings(cli, agent_dir, monkeypatch):
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setenv("SLURM_JOB_NAME", "pretrain")
+    said = cli("doctor", "--framework", "lightning", "--json")
+    assert said.code == 0
+    assert (verdicts(said)["lightning"], verdicts(said)["Slurm"]) == ("good", "note")
+    assert "at least 2.6 is needed" in finding_text(said, "lightning")
+    assert "requeues the job when SIGUSR1 arrives" in finding_text(said, "Slurm")
+
+
+def test_unusable_setting_of_a_framework_is_a_failure(cli, agent_dir, monkeypatch):
+    monkeypatch.setenv("TIEREDCKPT_AGENT_PEERS", "off")
+    said = cli("doctor", "--framework", "torchft", "--json")
+    assert said.code == 1
+    assert (verdicts(said)["torchft"], verdicts(said)["peers"]) == ("good", "bad")
+
+
+def test_unknown_framework_is_a_usage_error_with_a_suggestion(cli, agent_dir):
+    said = cli("doctor", "--framework", "ligthning")
+    assert said.code == 2
+    assert "there is no framework 'ligthning'. Did you mean 'lightning'? Known: accelerate, lightning, ray" in said.err
+
+
 @pytest.mark.skipif(accelerator().device_count() > 0, reason="there is an accelerator")
 def test_gpu_checks_fail_without_an_accelerator(cli, agent_dir):
     said = cli("doctor", "--gpu", "--json")

@@ -20,7 +20,7 @@ from elastic.world.world_state import BreakWorld, FormationKind, FormWorld, Paus
             "world 1 forms (grow) with 4 ranks on n0, n1: 2 nodes are available",
         ),
         (BreakWorld(0, "n1 was lost", 10.0), "world 0 is broken, its ranks leave within 10 s: n1 was lost"),
-        (ReleaseNode("n1", 1, "asked back"), "node n1 is released: asked back"),
+        (ReleaseNode("n1", 1, "on request"), "node n1 is released: on request"),
     ],
 )
 def test_action_is_a_sentence_with_a_duration(action, sentence):
