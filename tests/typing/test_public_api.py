@@ -221,7 +221,7 @@ def test_each_package_reads_the_environment_in_one_module():
 
     paths = [path for package in PUBLIC for path in (ROOT / package).rglob("*.py")]
     readers = {str(path.relative_to(ROOT)) for path in paths if reads(path)}
-    # The launcher's variables for ranks, and the variables that a child process inherits, are not configuration.
+    # Variables for ranks, for child processes and for numpy are not configuration.
     inherited = {
         *("tieredckpt/agent/agent_client.py", "elastic/batch_inference/map_node.py"),
         *("elastic/rendezvous/store_servers.py", "elastic/launcher.py"),
@@ -232,7 +232,7 @@ def test_each_package_reads_the_environment_in_one_module():
             "elastic/workers/train_loop.py",
         ),
         *("elastic/workers/rank_timeline.py", "tieredckpt/checkpointer/progress_hook.py"),
-        *("elastic/workers/injected_faults.py", "elastic/fault_injection/fault_actions.py"),
+        *("elastic/workers/injected_faults.py", "elastic/fault_injection/fault_actions.py", "peerstore/cli.py"),
     }
     # The event log is written before settings are read, and read where they cannot be.
     event_log = {"tieredckpt/event_log/log_writer.py", "tieredckpt/event_log/log_reader.py"}

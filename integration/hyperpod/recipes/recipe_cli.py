@@ -203,6 +203,9 @@ def _print_plans(out: Console, plans: Sequence[PlanAtSize], rank: int | None) ->
 @click.option("--queue", default="", help="Local queue of Kueue.")
 @click.option("--instance", default="", metavar="TYPE", help="Instance type to run on, e.g. ml.p5.48xlarge.")
 @click.option(
+    "--secret", default="", metavar="NAME", help="Kubernetes Secret whose key `secret` authenticates the job's nodes."
+)
+@click.option(
     "--memory", default="", metavar="SIZE", help="Memory budget of each pod's agent (default the node agent's)."
 )
 @click.argument("script", nargs=-1, type=click.UNPROCESSED, required=True)
@@ -232,6 +235,7 @@ def recipe_job_command(
             image=image,
             name=asked["name"],
             namespace=asked["namespace"],
+            secret=asked["secret"],
             queue=asked["queue"],
             instance_type=asked["instance"],
         )

@@ -133,6 +133,12 @@ def test_an_elastic_job_reads_back_as_the_recipes_policy():
     assert spec["replicaSpecs"][0]["maxReplicas"] == 16
 
 
+def test_secret_reaches_the_pods_as_a_reference():
+    (container,) = job(LORA, "--secret", "tuned-peers")["spec"]["replicaSpecs"][0]["template"]["spec"]["containers"]
+    (found,) = (one for one in container["env"] if one["name"] == "TIEREDCKPT_PEER_SECRET")
+    assert found["valueFrom"] == {"secretKeyRef": {"name": "tuned-peers", "key": "secret"}}
+
+
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
 def test_awss_own_models_take_every_job(file):
     models = pytest.importorskip("sagemaker.hyperpod.training.config.hyperpod_pytorch_job_unified_config")
