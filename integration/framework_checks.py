@@ -11,6 +11,7 @@ from typing import Any
 
 import yaml
 
+from tieredckpt.bounded_yaml import load_yaml
 from tieredckpt.cli.findings import CheckResult, check_failed, check_passed, check_warning
 from tieredckpt.settings import Settings
 
@@ -28,7 +29,7 @@ def check_framework(name: str, settings: Settings, environ: Mapping[str, str]) -
 
 def _check_conflict(name: str, settings: Settings, environ: Mapping[str, str]) -> CheckResult | None:
     if name in ("accelerate", "transformers"):
-        return _check_sharding(name, sharding_engine(environ, accelerate_config(environ)))
+        return _check_sharding(name, environ)
     if name == "lightning":
         return _check_slurm(environ)
     if name == "ray":
@@ -38,7 +39,12 @@ def _check_conflict(name: str, settings: Settings, environ: Mapping[str, str]) -
     return _check_torchtitan() if name == "torchtitan" else None
 
 
-def _check_sharding(name: str, engine: str) -> CheckResult | None:
+def _check_sharding(name: str, environ: Mapping[str, str]) -> CheckResult | None:
+    file = accelerate_config_file(environ)
+    try:
+        engine = sharding_engine(environ, load_yaml(file.read_text()) if file.exists() else None)
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        return check_warning("sharding", f"{file} cannot be read: {error}", "run accelerate config")
     if name == "transformers" and engine in ("DeepSpeed", "FSDP1"):
         return check_failed("sharding", f"Accelerate is configured for {engine}, which is refused", "use DDP or FSDP2")
     if name == "accelerate" and engine:
@@ -112,21 +118,20 @@ def _release(version: str) -> tuple[int, ...]:
     return tuple(map(int, re.findall(r"\d+", version.split("+", 1)[0])[:3]))
 
 
-def accelerate_config(environ: Mapping[str, str]) -> Mapping[str, Any]:
-    """Return the user's default configuration of ``accelerate launch``; empty without one."""
-    home = environ.get("HF_HOME") or Path(environ.get("HOME", "/root"), ".cache", "huggingface")
-    try:
-        found = yaml.safe_load(Path(home, "accelerate", "default_config.yaml").read_text())
-    except (OSError, ValueError, yaml.YAMLError):
-        return {}
-    return found if isinstance(found, dict) else {}
+def accelerate_config_file(environ: Mapping[str, str]) -> Path:
+    """Return where ``accelerate config`` writes the user's default configuration."""
+    home = environ.get("HF_HOME") or Path(environ.get("XDG_CACHE_HOME") or "~/.cache", "huggingface")
+    return Path(home, "accelerate", "default_config.yaml").expanduser()
 
 
-def sharding_engine(environ: Mapping[str, str], config: Mapping[str, Any]) -> str:
+def sharding_engine(environ: Mapping[str, str], config: Any) -> str:
     """Return what Accelerate shards with, ``DeepSpeed``, ``FSDP1`` or ``FSDP2``; empty for none.
 
-    Variables of ``accelerate launch`` override its configuration.
+    Variables of ``accelerate launch`` override its configuration. Raise ``ValueError`` for one without keys.
     """
+    config = {} if config is None else config
+    if not isinstance(config, dict):
+        raise ValueError(f"it is a {type(config).__name__}, not keys and values")  # noqa: TRY004 - a wrong file
     kind = str(config.get("distributed_type", "")).upper()
     options = config.get("fsdp_config")
     version = options.get("fsdp_version", 1) if isinstance(options, dict) else 1

@@ -5,7 +5,7 @@ from importlib import metadata
 import pytest
 
 from integration.framework_checks import (
-    accelerate_config,
+    accelerate_config_file,
     check_framework,
     check_versions,
     required_versions,
@@ -35,9 +35,9 @@ def test_versions_come_from_the_requirements_of_the_extra():
 
 
 def test_every_framework_has_an_extra_with_requirements():
-    declared = metadata.requires("tieredckpt")
-    for point in metadata.entry_points(group="tieredckpt.framework_checks"):
-        assert required_versions(declared, point.name), point.name
+    names = {point.name for point in metadata.entry_points(group="tieredckpt.framework_checks")}
+    assert names == {"accelerate", "lightning", "ray", "torchft", "torchtitan", "transformers"}
+    assert all(required_versions(metadata.requires("tieredckpt"), name) for name in names)
 
 
 @pytest.mark.parametrize(
@@ -84,25 +84,45 @@ def test_sharding_is_that_of_the_launcher(environ, config, engine):
     assert sharding_engine(environ, config) == engine
 
 
-@pytest.mark.parametrize("text", ["", "- a list", "distributed_type: [", "distributed_type: DEEPSPEED"])
-def test_configuration_of_accelerate_may_be_absent_or_broken(tmp_path, text):
+def test_configuration_of_accelerate_is_in_the_users_cache():
+    assert accelerate_config_file({"HF_HOME": "/hf"}).as_posix() == "/hf/accelerate/default_config.yaml"
+    found = accelerate_config_file({"XDG_CACHE_HOME": "/cache"})
+    assert found.as_posix() == "/cache/huggingface/accelerate/default_config.yaml"
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (None, ""),
+        ("", ""),
+        ("distributed_type: DEEPSPEED", "is configured for DeepSpeed"),
+        ("- a list", "cannot be read: it is a list, not keys and values"),
+        ("distributed_type: [", "cannot be read: line 1"),
+    ],
+)
+def test_configuration_of_accelerate_may_be_absent_or_broken(tmp_path, text, said):
     environ = {"HF_HOME": str(tmp_path)}
-    assert accelerate_config(environ) == {}
-    (tmp_path / "accelerate").mkdir()
-    (tmp_path / "accelerate" / "default_config.yaml").write_text(text)
-    assert accelerate_config(environ) == ({"distributed_type": "DEEPSPEED"} if "DEEP" in text else {})
+    file = accelerate_config_file(environ)
+    file.parent.mkdir()
+    if text is not None:
+        file.write_text(text)
+    found = [one for one in check_framework("accelerate", SETTINGS, environ) if one.subject == "sharding"]
+    assert [said in one.message and one.status is CheckStatus.WARNING for one in found] == ([True] if said else [])
 
 
-def test_sharding_that_the_trainer_refuses_is_a_failure(tmp_path):
-    for variables, refused in [({"ACCELERATE_USE_DEEPSPEED": "true"}, True), ({"ACCELERATE_USE_FSDP": "true"}, True)]:
-        environ = {"HF_HOME": str(tmp_path), **variables}
-        assert ("sharding" in statuses(check_framework("transformers", SETTINGS, environ))) is refused
-        assert statuses(check_framework("accelerate", SETTINGS, environ))["sharding"] is CheckStatus.WARNING
-    assert "sharding" not in statuses(
-        check_framework(
-            "transformers", SETTINGS, {"HF_HOME": str(tmp_path), "ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
-        )
-    )
+@pytest.mark.parametrize(
+    ("variables", "refused"),
+    [
+        ({"ACCELERATE_USE_DEEPSPEED": "true"}, True),
+        ({"ACCELERATE_USE_FSDP": "true"}, True),
+        ({"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}, False),
+    ],
+)
+def test_sharding_that_the_trainer_refuses_is_a_failure(tmp_path, variables, refused):
+    environ = {"HF_HOME": str(tmp_path), **variables}
+    found = statuses(check_framework("transformers", SETTINGS, environ))
+    assert found.get("sharding") is (CheckStatus.FAILED if refused else None)
+    assert statuses(check_framework("accelerate", SETTINGS, environ))["sharding"] is CheckStatus.WARNING
 
 
 def test_slurm_is_a_warning_for_lightning_in_batch_jobs_only():
