@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -92,6 +93,19 @@ class LoadChoice:
         if self.plain is not None:
             return self.plain
         return -1 if self.version_id is None else self.version_id.version
+
+    @property
+    def repeated_s(self) -> float:
+        """Seconds between the chosen step and the newest one that was ever complete; infinite if unknown."""
+        known, lost = self.resolution.newest_known_complete, None
+        if self.version_id is not None and (known is None or self.version_id >= known):
+            return 0.0
+        if known is not None:
+            lost = self.resolution.incomplete.get(known)
+        chosen = self.resolution.chosen if self.plain is None else None
+        if lost is None or chosen is None or not 0 < chosen.saved_ns <= lost.saved_ns:  # their clocks may differ
+            return math.inf
+        return (lost.saved_ns - chosen.saved_ns) / 1e9
 
     @property
     def newest_step(self) -> int:

@@ -58,8 +58,8 @@ log = logging.getLogger(__name__)
 
 _MAX_LOADS = 8
 """Maximum attempts of a load whose nodes or steps disappear during it."""
-_MAX_TRIES = 15
-"""Maximum attempts to find the newest step while nodes do not answer."""
+_LONGEST_WAIT_S = 15.0
+"""Maximum seconds of a wait for nodes that do not answer and may have newer steps."""
 _POLL_S = 1.0
 OnLost = Literal["raise", "start_fresh"]
 
@@ -285,10 +285,11 @@ class CheckpointRestorer:
     def _wait_for_choice(self, reader: TieredReader) -> None:
         """Return if a step can be loaded, otherwise raise the same error on all ranks.
 
-        Nodes whose agent restarts are awaited until they answer or the attempts end.
+        The wait for nodes that do not answer is no longer than the work that is repeated without their steps.
         """
+        began = time.monotonic()
         for tries in itertools.count(1):
-            outlooks = self._gather_outlooks(reader)
+            outlooks = self._gather_outlooks(reader, time.monotonic() - began)
             error = common_error(self._job, [one.error.error() if one.error.message else None for one in outlooks])
             if error is not None and not isinstance(error, TierUnavailableError):
                 raise error
@@ -296,18 +297,21 @@ class CheckpointRestorer:
                 # The comparison has collectives, so all ranks take part in it or none.
                 log.warning("%s: some ranks have memory.proof=False, so no rank compares the restored state", self._job)
                 reader.settings = override_settings(reader.settings, memory={"proof": False})
-            awaited = any(one.awaits_peers for one in outlooks) and not any(one.is_late for one in outlooks)
-            if tries >= _MAX_TRIES or not awaited:
+            awaited_s = max(one.awaited_s for one in outlooks)
+            if awaited_s <= 0 or any(one.is_late for one in outlooks):
                 break
             if tries == 1:
-                log.warning("%s: nodes that may have newer steps do not answer; waiting for them", self._job)
-            time.sleep(deadlines.remaining_s(_POLL_S))
+                log.warning(
+                    "%s: nodes that may have newer steps do not answer; waiting up to %.2g s for them",
+                    *(self._job, awaited_s),
+                )
+            time.sleep(deadlines.remaining_s(min(awaited_s, _POLL_S)))
             reader.fresh = True
         if error is not None:
             raise error
 
-    def _gather_outlooks(self, reader: TieredReader) -> list[LoadOutlook]:
-        """Return what each rank could load."""
+    def _gather_outlooks(self, reader: TieredReader, waited_s: float) -> list[LoadOutlook]:
+        """Return what each rank could load, after a wait of ``waited_s``."""
         problem = RankError()
         try:
             reader.check_choice()
@@ -321,7 +325,8 @@ class CheckpointRestorer:
             problem = RankError.of(error)
         except (TieredCheckpointError, PeerStoreError) as error:
             problem = RankError.of(TierUnavailableError(str(error)))
-        mine = LoadOutlook(problem, deadlines.expired(), reader.peers_pending, self._settings.memory.proof)
+        awaited_s = max(0.0, min(reader.awaited_s, _LONGEST_WAIT_S) - waited_s)
+        mine = LoadOutlook(problem, deadlines.expired(), awaited_s, self._settings.memory.proof)
         answers = self._ranks.all_gather(msgspec.json.encode(mine).decode())
         return [from_json(answer, LoadOutlook) for answer in answers]
 

@@ -58,8 +58,8 @@ class LoadOutlook(msgspec.Struct, frozen=True):
     """Error of this rank; its message is empty if the rank can load a step."""
     is_late: bool = False
     """Whether its deadline has passed."""
-    awaits_peers: bool = False
-    """Whether it found no step or an old one because nodes do not answer."""
+    awaited_s: float = 0.0
+    """Seconds that it would still wait for nodes that do not answer and may have a newer step."""
     proves: bool = True
     """Whether it compares the restored state with the saved one."""
 

@@ -136,8 +136,8 @@ class TieredReader(StorageReader):
         """Whether an entry of the step that no rank reads is an error."""
         self.selective_prefixes: tuple[str, ...] = ()
         """Prefixes of parts of the state that select their entries, for which ``strict`` does not apply."""
-        self.peers_pending = False
-        """Whether :meth:`check_choice` found an old step because nodes with newer ones do not answer."""
+        self.awaited_s = 0.0
+        """Seconds of work that :meth:`check_choice` would repeat because nodes with newer steps do not answer."""
         self.defers_proof = False
         """Whether the caller compares the live state with :attr:`evidence`, instead of the targets here."""
         self.verifies_while_reading = False
@@ -309,9 +309,7 @@ class TieredReader(StorageReader):
     def check_choice(self) -> LoadChoice:
         """Return the step that a load would take; raise without such a step."""
         choice = self._list_choices()
-        known, version_id = choice.resolution.newest_known_complete, choice.version_id
-        found_all = version_id is not None and (known is None or version_id >= known)
-        self.peers_pending = not found_all and choice.resolution.unreachable == (Tier.PEER,)
+        self.awaited_s = choice.repeated_s if choice.resolution.unreachable == (Tier.PEER,) else 0.0
         if choice.step < 0:
             raise choice.error(self._location, failed=self.failed.values())
         return choice

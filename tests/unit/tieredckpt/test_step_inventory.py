@@ -280,3 +280,38 @@ def test_named_step_may_be_quarantined_only_for_an_inspection():
     bad = StepInventory((StepStatus(TWO, 1, {0: HERE}, quarantined="NaN"),))
     assert bad.choose(2, avoid_after=0).step == -1
     assert bad.choose(2, avoid_after=0, allow_quarantined=True).step == 2
+
+
+@pytest.mark.parametrize(
+    ("chosen_at", "lost_at", "known", "repeated_s"),
+    [
+        (3, 4.5, TWO, 1.5),
+        (3, 3, TWO, 0),
+        (3, None, TWO, float("inf")),
+        (3, 2, TWO, float("inf")),
+        (0, 4.5, TWO, float("inf")),
+        (None, 4.5, TWO, float("inf")),
+        (None, None, None, float("inf")),
+        (3, None, ONE, 0),
+        (3, None, None, 0),
+    ],
+    ids=[
+        "both saved",
+        "at once",
+        "nothing of the newest found",
+        "clocks differ",
+        "unknown time",
+        "no complete step",
+        "nothing known",
+        "chosen is the newest",
+        "none was complete",
+    ],
+)
+def test_repeated_work_is_the_time_between_two_saves(chosen_at, lost_at, known, repeated_s):
+    views = []
+    if chosen_at is not None:
+        views.append(StepStatus(ONE, 1, {0: HERE}, saved_ns=int(chosen_at * 1e9)))
+    if lost_at is not None:
+        views.append(StepStatus(TWO, 2, {0: HERE}, saved_ns=int(lost_at * 1e9)))
+    inventory = StepInventory(tuple(views), {Tier.PEER: "n2: no answer"}, once_complete=known)
+    assert inventory.choose(avoid_after=0).repeated_s == repeated_s
