@@ -179,7 +179,7 @@ class PeerSettings:
     bandwidth: str = ""
     """Limit for the copies that a node sends, such as ``2GiB``. Empty: no limit."""
     unreachable_timeout_s: float = 30.0
-    """Seconds that a restore waits for unreachable nodes that continued the job without this node.
+    """Seconds that a restore waits for unreachable nodes that may have newer steps.
 
     After that, it restores an older step that this node has.
     """

@@ -58,8 +58,6 @@ log = logging.getLogger(__name__)
 
 _MAX_LOADS = 8
 """Maximum attempts of a load whose nodes or steps disappear during it."""
-_LONGEST_WAIT_S = 15.0
-"""Maximum seconds of a wait for nodes that do not answer and may have newer steps."""
 _POLL_S = 1.0
 OnLost = Literal["raise", "start_fresh"]
 
@@ -302,7 +300,8 @@ class CheckpointRestorer:
                 break
             if tries == 1:
                 log.warning(
-                    "%s: nodes that may have newer steps do not answer; waiting up to %.2g s for them",
+                    "%s: nodes that may have newer steps do not answer; waiting up to %.2g s for them "
+                    "(at most peer.unreachable_timeout_s)",
                     *(self._job, awaited_s),
                 )
             time.sleep(deadlines.remaining_s(min(awaited_s, _POLL_S)))
@@ -325,7 +324,7 @@ class CheckpointRestorer:
             problem = RankError.of(error)
         except (TieredCheckpointError, PeerStoreError) as error:
             problem = RankError.of(TierUnavailableError(str(error)))
-        awaited_s = max(0.0, min(reader.awaited_s, _LONGEST_WAIT_S) - waited_s)
+        awaited_s = max(0.0, min(reader.awaited_s, self._settings.peer.unreachable_timeout_s) - waited_s)
         mine = LoadOutlook(problem, deadlines.expired(), awaited_s, self._settings.memory.proof)
         answers = self._ranks.all_gather(msgspec.json.encode(mine).decode())
         return [from_json(answer, LoadOutlook) for answer in answers]
