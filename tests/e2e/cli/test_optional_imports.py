@@ -16,10 +16,11 @@ pytestmark = [pytest.mark.e2e, pytest.mark.fresh_starts]
 
 CONFIG = '{"model_type": "gpt2", "n_embd": 8, "n_layer": 1, "n_head": 1, "vocab_size": 16}'
 FORK = """
-import os, runpy, sys
+import gc, os, runpy, sys
 import click, msgspec, rich.table, torch, torch.distributed.checkpoint, torch.distributed.fsdp
 
 assert not any(name.partition(".")[0] in ("tieredckpt", "peerstore", "elastic", "integration") for name in sys.modules)
+gc.freeze()  # else each process scans and copies the objects of these imports
 for line in sys.stdin:
     packages, out, err, *words = eval(line)
     if pid := os.fork():
