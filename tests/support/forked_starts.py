@@ -486,11 +486,11 @@ def _forget_pytest() -> None:
     for handler in list(root.handlers):
         root.removeHandler(handler)
     root.setLevel(logging.WARNING)
-    here = str(_ROOT / "tests")
+    here, anew = str(_ROOT / "tests"), tuple(f"{one}." for one in _IMPORTED_ANEW)
     for name, module in list(sys.modules.items()):
         file = getattr(module, "__file__", None)
-        of_a_test = name.partition(".")[0] != "tests" and file and file.startswith(here)
-        if of_a_test or f"{name}.".startswith(tuple(f"{one}." for one in _IMPORTED_ANEW)):
+        of_a_test = file and file.startswith(here) and name.partition(".")[0] != "tests"
+        if of_a_test or f"{name}.".startswith(anew):
             del sys.modules[name]
 
 

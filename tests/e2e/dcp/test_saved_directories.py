@@ -79,10 +79,8 @@ def test_damaged_step_is_skipped_for_an_older_directory(agent_dir, tmp_path):
             ckpt.save_directory(tmp_path / f"out{step}", step).wait()
     close_sessions()
     stop_agent(agent_dir, signal.SIGKILL)
-    newest = max(
-        (agent_dir / "slots").iterdir(), key=lambda slot: (slot.stat().st_size > 1 << 19, slot.stat().st_mtime_ns)
-    )
-    with newest.open("r+b") as file:
+    newest = max((agent_dir / "notes").glob("seal.slot.*"), key=lambda note: note.stat().st_mtime_ns)
+    with (agent_dir / "slots" / newest.name.removeprefix("seal.")).open("r+b") as file:
         file.seek(1 << 18)
         byte = file.read(1)
         file.seek(1 << 18)

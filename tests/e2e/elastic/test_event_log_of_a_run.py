@@ -110,7 +110,10 @@ def test_every_rank_records_every_stage(run):
         (1, 1): WAYS_IN | {"launch"},
     }
     (recovery,) = [one for one in found.recoveries if one.faults]
-    assert {"detect", "abort", "launch", "groups", "hydrate"} <= {*recovery.stages}
+    assert {"detect", "abort", "launch", "groups", "hydrate"} <= {
+        one.name for one in found.stages if one.category is TimeCategory.RECOVERY
+    }
+    assert {"detect", "hydrate"} <= {*recovery.stages}  # the others may end before a slower one does
     assert sum(recovery.stages.values()) == pytest.approx(recovery.seconds)
 
 
