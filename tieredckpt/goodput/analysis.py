@@ -64,7 +64,7 @@ def analyse(events: Iterable[LogEvent], *, job: str = "", warnings: Sequence[str
     ended = runs[0].start if runs else 0
     for run in runs:
         injections = [one for one in run.events if isinstance(one, FaultInjected)]
-        analysed = [_analyse_transition(run, transition, injections) for transition in run.transitions]
+        analysed = [analyse_transition(run, transition, injections) for transition in run.transitions]
         done = [one for one in found.steps if one.run == run.number]
         firsts = {step.epoch: step for step in done if step.first and step.counts}
         for one in analysed:
@@ -88,7 +88,7 @@ def analyse(events: Iterable[LogEvent], *, job: str = "", warnings: Sequence[str
     return finish_analysis(found)
 
 
-def _analyse_transition(run: JobRun, transition: Transition, injections: Sequence[FaultInjected]) -> AnalysedTransition:
+def analyse_transition(run: JobRun, transition: Transition, injections: Sequence[FaultInjected]) -> AnalysedTransition:
     stages = stages_of_transition(transition, run.stages_of(transition))
     faults = fault_records(transition, injections, [stage for stage in stages if stage.name == STAGE_DETECT])
     return AnalysedTransition(transition, faults, stages, transition_began_at(transition, faults, stages))
