@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import datetime as dt
+import math
 import os
 import signal
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.text import Text
 
+from peerstore.optional_packages import optional_imports
 from tieredckpt.agent.agent_api import ProtectionStatus
 from tieredckpt.agent.job_health import describe_protection
 from tieredckpt.cli.command_output import CommandOutput, format_age, literal, pluralized, text_table
@@ -24,12 +26,13 @@ from tieredckpt.cli.common_options import output_options, pass_output, with_exit
 from tieredckpt.cli.exit_codes import ExitCode
 from tieredckpt.errors import UsageError
 from tieredckpt.event_log import read_event_log
-from tieredckpt.event_log.event_types import STAGES
+from tieredckpt.event_log.event_types import STAGES, LogEvent
 from tieredckpt.event_log.log_reader import find_event_log
 from tieredckpt.goodput import Analysis as GoodputAnalysis
 from tieredckpt.goodput import TimeCategory as Category
 from tieredckpt.goodput import TransitionRecord, analyse
 from tieredckpt.goodput.analysis_result import Analysis, TimeCategory
+from tieredckpt.goodput.traces import job_traces
 
 _Sample = tuple[Mapping[str, str], float]
 
@@ -226,6 +229,8 @@ def format_seconds(seconds: float) -> str:
 
 
 _REFRESH_S = 2.0
+_TRACE_COMPLETE_S = 60.0
+"""Seconds after the end of a trace in which ranks of a running job may still add to it."""
 
 
 @with_exit_code_help
@@ -234,11 +239,19 @@ _REFRESH_S = 2.0
 @click.option("--faults", is_flag=True, help="List every recovery and resize with its stages.")
 @click.option("--prometheus", is_flag=True, help="Print metrics in Prometheus' text format.")
 @click.option("--html", type=click.Path(path_type=Path), metavar="FILE", help="Write an HTML report to FILE as well.")
+@click.option("--otlp", is_flag=True, help="Send traces to $OTEL_EXPORTER_OTLP_ENDPOINT as well.")
 @click.option("--watch", is_flag=True, help="Refresh the output every two seconds until Ctrl-C.")
 @output_options
 @pass_output
 def goodput_command(
-    screen: CommandOutput, *, where: str | None, faults: bool, prometheus: bool, html: Path | None, watch: bool
+    screen: CommandOutput,
+    *,
+    where: str | None,
+    faults: bool,
+    prometheus: bool,
+    html: Path | None,
+    otlp: bool,
+    watch: bool,
 ) -> ExitCode:
     """Show a job's goodput: its time in steps that count, and the causes of all lost time.
 
@@ -249,11 +262,12 @@ def goodput_command(
         raise UsageError("--prometheus prints nothing but metrics: leave out --json and --faults")
     if watch and (screen.as_json or prometheus or html is not None):
         raise UsageError("--watch is for people: leave out --json, --prometheus and --html, and call it again instead")
+    traces = _SentTraces(screen) if otlp else None
     place = find_event_log(where)
-    if watch and screen.out.is_terminal:
-        _live(screen.out, place, faults=faults)
-        return ExitCode.OK
-    found = read_analysis(place)
+    if watch and (screen.out.is_terminal or traces is not None):
+        _live(screen.out, place, faults=faults, traces=traces)
+        return traces.report() if traces is not None else ExitCode.OK
+    found, events = read_analysis(place)
     if html is not None:
         write_html_report(html, found)
     if prometheus:
@@ -263,12 +277,35 @@ def goodput_command(
         screen.result(analysis_json(found), lambda out: out.print(render_analysis(found, faults=faults)))
     for warning in found.warnings:
         screen.info(f"{place}: {warning}")
-    return ExitCode.OK
+    if traces is None:
+        return ExitCode.OK
+    traces.send(events, running=found.is_running)
+    return traces.report()
 
 
-def read_analysis(place: Path) -> GoodputAnalysis:
+class _SentTraces:
+    """Traces of the job that were sent, and whether the last attempt failed."""
+
+    def __init__(self, screen: CommandOutput) -> None:
+        with optional_imports("goodput --otlp", "'tieredckpt[otlp]'"):
+            from tieredckpt.cli.trace_export import TraceExporter
+        self._screen, self._exporter, self._failed = screen, TraceExporter(), False
+
+    def send(self, events: Sequence[LogEvent], *, running: bool) -> None:
+        until_us = (time.time() - _TRACE_COMPLETE_S) * 1e6 if running else math.inf
+        self._failed = not self._exporter.send(one for one in job_traces(events) if one.end_us <= until_us)
+
+    def report(self) -> ExitCode:
+        self._screen.info(f"sent {pluralized(self._exporter.sent_spans, 'span')}")
+        if self._failed:
+            self._screen.info("some spans were not sent: check $OTEL_EXPORTER_OTLP_ENDPOINT")
+        return ExitCode.FAILED if self._failed else ExitCode.OK
+
+
+def read_analysis(place: Path) -> tuple[GoodputAnalysis, Sequence[LogEvent]]:
+    """Return the analysis of an event log, and its events."""
     read = read_event_log(place)
-    return analyse(read.events, warnings=read.warnings)
+    return analyse(read.events, warnings=read.warnings), read.events
 
 
 def write_html_report(path: Path, found: GoodputAnalysis) -> None:
@@ -300,14 +337,16 @@ def render_analysis(found: GoodputAnalysis, *, faults: bool) -> RenderableType:
     return Group(*parts)
 
 
-def _live(out: Console, place: Path, *, faults: bool) -> None:
+def _live(out: Console, place: Path, *, faults: bool, traces: _SentTraces | None) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores SIGINT for background commands
     try:
         with Live(Text(f"reading {place}"), console=out, auto_refresh=False) as live:
             while True:
-                found = read_analysis(place)
+                found, events = read_analysis(place)
                 warnings = [Text(warning, style="yellow") for warning in found.warnings]
                 live.update(Group(render_analysis(found, faults=faults), *warnings), refresh=True)
+                if traces is not None:
+                    traces.send(events, running=found.is_running)
                 if not found.is_running:
                     return
                 time.sleep(_REFRESH_S)

@@ -46,6 +46,7 @@ def install(package, extra):
 
 KUBERNETES = "a connection to Kubernetes " + install("kubernetes", "'tieredckpt[kubernetes]'")
 FINETUNE = "fine-tuning " + install("transformers", "'tieredckpt[finetune]'")
+OTLP = "goodput --otlp " + install("opentelemetry", "'tieredckpt[otlp]'")
 NIXL = "the nixl transport " + install("nixl", "'tieredckpt[nixl]'")
 S3FS = "a plain checkpoint on s3:// " + install("s3fs", "'tieredckpt[s3fs]'")
 GCSFS = "a plain checkpoint on gs:// " + install("gcsfs", "gcsfs")
@@ -99,6 +100,7 @@ def run_without(tmp_path_factory):
             f"finetune: {FINETUNE}",
         ),
         ("nixl_cu12 nixl_cu13", "-m tieredckpt agent run --dir a --transport nixl", f"tieredckpt: {NIXL}"),
+        ("opentelemetry", "-m tieredckpt goodput llama --otlp", f"tieredckpt: {OTLP}"),
         ("hyperpod_elastic_agent", "-m integration.hyperpod.hyperpodrun train.py", f"hyperpodrun {AGENT}"),
         ("hyperpod_elastic_agent", "-m integration.hyperpod.demo", f"the demo {AGENT}"),
         ("fastapi", "-m integration.hyperpod.hyperpodrun train.py", f"hyperpodrun {AGENT_SERVER}"),
@@ -165,7 +167,8 @@ import elastic.cli, tieredckpt.cli
 
 codes = [
     tieredckpt.cli.main(["--help"]), tieredckpt.cli.main(["cluster", "node-health", "--help"]),
-    tieredckpt.cli.main(["export", "--help"]), tieredckpt.cli.main(["agent", "run", "--help"]),
+    tieredckpt.cli.main(["export", "--help"]), tieredckpt.cli.main(["goodput", "--help"]),
+    tieredckpt.cli.main(["agent", "run", "--help"]),
     elastic.cli.main(["--help"]), elastic.cli.main(["finetune", "--help"]), elastic.cli.main(["recipe", "--help"]),
     integration.kubernetes.controller.main(["--help"]), integration.hyperpod.operator.sim_cli.main(["--help"]),
     integration.finetune.worker.main(["--help"]),
@@ -176,7 +179,7 @@ assert not any(codes), codes
 
 def test_help_needs_no_extra(run_without):
     frameworks = "transformers accelerate safetensors lightning torchft torchtitan"
-    packages = f"kubernetes {frameworks} nixl_cu12 nixl_cu13 s3fs hyperpod_elastic_agent"
+    packages = f"kubernetes {frameworks} nixl_cu12 nixl_cu13 s3fs opentelemetry hyperpod_elastic_agent"
     code, out, err = run_without(packages, "-c", SHOW_HELP)
     assert (code, err) == (0, "")
-    assert out.count("sage: ") == 10
+    assert out.count("sage: ") == 11

@@ -10,6 +10,8 @@ import pytest
 from tests.support.agents import stop_agent
 from tests.support.elastic_runs import ROOT, elastic_job, kill
 from tests.support.local_nodes import wait_until
+from tests.support.otlp_receiver import otlp_receiver
+from tieredckpt.cli.trace_export import TraceExporter
 from tieredckpt.event_log import EventLogWriter, read_event_log
 from tieredckpt.event_log.event_types import (
     FaultInjected,
@@ -21,6 +23,7 @@ from tieredckpt.event_log.event_types import (
     WorldFormed,
 )
 from tieredckpt.goodput import TimeCategory, analyse
+from tieredckpt.goodput.traces import job_traces
 
 pytestmark = pytest.mark.e2e
 
@@ -148,3 +151,21 @@ def test_participants_and_the_end_are_recorded(run):
         (0, 2, ("n0",), "start"),
         (1, 2, ("n0",), "respawn"),
     ]
+
+
+def test_traces_of_the_run_reach_a_collector(run, monkeypatch):
+    read, found, killed_at = run
+    with otlp_receiver() as receiver:
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", receiver.url)
+        assert TraceExporter().send(job_traces(read.events))
+    names = {one.span_id: one.name for one in receiver.spans}
+    assert [one.name for one in receiver.spans if not one.parent_span_id].count("save") == TOTAL
+    (root,) = [one for one in receiver.spans if one.name == "recovery"]
+    assert root.start_time_unix_nano == round(killed_at * 1e6) * 1000
+    children = [one.name for one in receiver.spans if one.parent_span_id == root.span_id]
+    assert {"fault", "detect", "abort", "launch", *WAYS_IN} == {*children}
+    assert children.count("first_step") == 2
+    restores = [one for one in receiver.spans if one.name == "restore rank" and one.trace_id == root.trace_id]
+    assert [names[one.parent_span_id] for one in restores] == ["hydrate"] * 2
+    (sent,) = [one.end_us - one.start_us for one in found.recoveries if one.faults]
+    assert root.end_time_unix_nano - root.start_time_unix_nano >= sent * 1000
