@@ -32,6 +32,8 @@ def _check_conflict(name: str, settings: Settings, environ: Mapping[str, str]) -
         return _check_sharding(name, environ)
     if name == "lightning":
         return _check_slurm(environ)
+    if name == "nvrx":
+        return _check_copies(settings)
     if name == "ray":
         return _check_ray_version(environ)
     if name == "torchft":
@@ -67,6 +69,17 @@ def _check_ray_version(environ: Mapping[str, str]) -> CheckResult | None:
     if environ.get("RAY_TRAIN_V2_ENABLED", "1").lower() not in _OFF:
         return None
     return check_failed("Ray Train", "RAY_TRAIN_V2_ENABLED turns Ray Train V2 off", "unset RAY_TRAIN_V2_ENABLED")
+
+
+def _check_copies(settings: Settings) -> CheckResult | None:
+    peer = settings.peer
+    if settings.agent.peers != "off" and peer.discovery != "off" and (peer.copies > 1 or peer.mode == "parity"):
+        return None
+    return check_warning(
+        "copies",
+        "No other node has copies, so a lost node loses the local checkpoints of all ranks",
+        "set peer.copies to 2, and neither agent.peers nor peer.discovery to off",
+    )
 
 
 def _check_peers(settings: Settings) -> CheckResult | None:

@@ -19,8 +19,7 @@ from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tr
 
 from tieredckpt.errors import CheckpointDamagedError, MismatchError, UntrustedObjectError, UsageError
 from tieredckpt.tensors.plain_tensors import is_plain_tensor
-from tieredckpt.tensors.safe_objects import check_safe_object
-from tieredckpt.tensors.state_dict import archive_object
+from tieredckpt.tensors.state_dict import check_safe_value
 
 _DESCRIPTION = "description"
 """Name of the object in the flat state. Tensors have the numbers of their leaves as names."""
@@ -58,12 +57,12 @@ def flatten_for_transport(state: object, step: int, *, trust_objects: bool) -> d
     # DCP would flatten a dict and change the type of its keys.
     description = SimpleNamespace(step=step, skeleton=skeleton, values=values, specs=specs)
     if not trust_objects:
-        _check_loadable("the state's containers", skeleton)
+        check_safe_value("the state's containers", skeleton)
         try:
-            _check_loadable("the state", description)
+            check_safe_value("the state", description)
         except UntrustedObjectError:
             for number, value in values.items():
-                _check_loadable(keystr(paths[number][0]), value)
+                check_safe_value(keystr(paths[number][0]), value)
             raise
     return {**tensors, _DESCRIPTION: description}
 
@@ -89,16 +88,6 @@ def unflatten_from_transport(flat: Mapping[str, Any], step: int) -> Any:
         else:
             leaves.append(flat[str(number)])
     return tree_unflatten(leaves, structure)
-
-
-def _check_loadable(name: str, value: object) -> None:
-    try:
-        data = archive_object(value)
-    except Exception as error:  # the object's own pickling may raise any exception
-        raise UntrustedObjectError(
-            f"{name}: a {type(value).__name__} cannot be sent to another replica: {error}"
-        ) from error
-    check_safe_object(name, data)
 
 
 def _save_spec(name: str, value: DTensor) -> _SavedSpec:

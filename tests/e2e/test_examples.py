@@ -45,6 +45,14 @@ def test_torchft_example_recovers_a_killed_replica(agent_dir):
 
 
 @pytest.mark.nightly
+def test_nvrx_example_resumes(agent_dir):
+    pytest.importorskip("nvidia_resiliency_ext", reason="NVRx is not installed: pip install tieredckpt[nvrx]")
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", EXAMPLES / "nvrx_local.py"]
+    assert "rank 1: found step -1\n" in run(*launch)
+    assert "rank 1: found step 2\n" in run(*launch)
+
+
+@pytest.mark.nightly
 def test_ray_example_resumes_after_a_killed_worker(agent_dir, monkeypatch):
     pytest.importorskip("ray", reason="ray is not installed: pip install tieredckpt[ray]")
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")

@@ -58,6 +58,7 @@ from tieredckpt.gc_pause import gc_paused
 from tieredckpt.live import abort_fence
 from tieredckpt.live.boundary_recorder import BoundaryRecorder
 from tieredckpt.location import check_step, parse_location
+from tieredckpt.resolve_step import Candidate
 from tieredckpt.session.session import Session, open_session, session_if_open
 from tieredckpt.settings import Settings, load_settings, override_settings
 from tieredckpt.tensors.device import accelerator
@@ -527,6 +528,15 @@ class Checkpointer:
             found = plain_steps(self.settings.durable, self._location.job)
             return [StepInfo(step, ("durable",), is_complete=True) for step in found]
         return step_infos(self.session.list_steps(fresh=True))
+
+    def loadable_versions(self) -> tuple[Candidate, ...]:
+        """Return the versions that a restore could take, as this rank sees them, best first.
+
+        All ranks call this. It waits for nodes that do not answer and raises without a version, as :meth:`restore`.
+        """
+        self._check_open()
+        self._saver.join(restoring=True)
+        return self._restorer.loadable_versions()
 
     def drop(self, step: int) -> bool:
         """Drop ``step`` in every tier and on every node, even if retained; return whether any of it existed.

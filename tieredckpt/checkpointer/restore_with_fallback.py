@@ -46,6 +46,7 @@ from tieredckpt.errors import (
 from tieredckpt.gc_pause import gc_paused
 from tieredckpt.live.survivor_state import Hydration, current_survivor_state, names_digest
 from tieredckpt.rank_error import RankError
+from tieredckpt.resolve_step import Candidate
 from tieredckpt.restore.filled_tensors import takes_over_in_place
 from tieredckpt.restore.live_state import RestoredState, top_level_name
 from tieredckpt.restore.load_planner import LazyStateMetadata, RestorePlanner
@@ -155,6 +156,13 @@ class CheckpointRestorer:
                 survivor.mark_names_complete(self._job, names_digest(reader.restored_names))
             self._log_restored(state, reader, strict=strict)
             return reader.restored_step, reader.report
+
+    def loadable_versions(self) -> tuple[Candidate, ...]:
+        """Return the versions that this rank could load, best first; raise as :meth:`restore` without one."""
+        reader = TieredReader(self._job, settings=self._settings)
+        reader.fresh = True
+        self._wait_for_choice(reader)
+        return self._ranks.call_on_all(lambda: reader.check_choice().loadable)
 
     def _explain_mismatch(self, error: MismatchError, state: StateDict, reader: TieredReader) -> MismatchError:
         """Return ``error``, or an error that names the entries only in the state and only in the step."""

@@ -16,10 +16,10 @@ from torch.distributed.checkpoint.utils import find_state_dict_object
 from torch.distributed.tensor import DTensor
 
 from peerstore.sizes_and_durations import show_size
-from tieredckpt.errors import UsageError
+from tieredckpt.errors import UntrustedObjectError, UsageError
 from tieredckpt.format.shard_layout import TensorEntry
 from tieredckpt.tensors.plain_tensors import has_ordinary_dispatch, is_plain_tensor
-from tieredckpt.tensors.safe_objects import warn_unsafe_object
+from tieredckpt.tensors.safe_objects import check_safe_object, warn_unsafe_object
 
 _ORDINARY = (torch.Tensor, torch.nn.Parameter)
 
@@ -218,6 +218,15 @@ class ObjectArchiveCache:
         elif not self._trusted:
             warn_unsafe_object(name, data)
         return data
+
+
+def check_safe_value(name: str, value: object) -> None:
+    """Raise :class:`UntrustedObjectError` for a value that a load would refuse as more than data."""
+    try:
+        data = archive_object(value)
+    except Exception as error:  # the object's own pickling may raise any exception
+        raise UntrustedObjectError(f"{name}: a {type(value).__name__} cannot be pickled: {error}") from error
+    check_safe_object(name, data)
 
 
 def archive_object(value: Any) -> bytes:

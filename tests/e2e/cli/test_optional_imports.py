@@ -53,6 +53,7 @@ GCSFS = "a plain checkpoint on gs:// " + install("gcsfs", "gcsfs")
 HDFS = "durable.url hdfs://h/x " + install("pyarrow", "pyarrow")
 LIGHTNING = "integration.lightning " + install("lightning", "'tieredckpt[lightning]'")
 ACCELERATE = "integration.accelerate " + install("accelerate", "'tieredckpt[accelerate]'")
+NVRX = "integration.nvrx " + install("nvidia_resiliency_ext", "'tieredckpt[nvrx]'")
 TORCHFT = "integration.torchft " + install("torchft", "'tieredckpt[torchft]'")
 TORCHTITAN = "integration.torchtitan " + install("torchtitan", "'tieredckpt[torchtitan]'")
 RAY = "integration.ray_train " + install("ray", "'tieredckpt[ray]'")
@@ -120,6 +121,7 @@ def test_missing_package_is_an_error_in_json(run_without):
 ENTRIES = {
     LIGHTNING: ("lightning", "integration.lightning", "integration.lightning.trainer_plugins"),
     ACCELERATE: ("accelerate", "integration.accelerate", "integration.accelerate.accelerator_steps"),
+    NVRX: ("nvidia_resiliency_ext", "integration.nvrx", "integration.nvrx.local_checkpoint_manager"),
     TORCHFT: ("torchft", "integration.torchft", "integration.torchft.tiered_transport"),
     TORCHTITAN: ("torchtitan", "integration.torchtitan", "integration.torchtitan.checkpoint_manager"),
     RAY: ("ray", "integration.ray_train", "integration.ray_train.run_checkpoints"),
@@ -178,7 +180,7 @@ assert not any(codes), codes
 
 
 def test_help_needs_no_extra(run_without):
-    frameworks = "transformers accelerate safetensors lightning torchft torchtitan"
+    frameworks = "transformers accelerate safetensors lightning nvidia_resiliency_ext torchft torchtitan"
     packages = f"kubernetes {frameworks} nixl_cu12 nixl_cu13 s3fs opentelemetry hyperpod_elastic_agent"
     code, out, err = run_without(packages, "-c", SHOW_HELP)
     assert (code, err) == (0, "")
