@@ -11,6 +11,7 @@ from tieredckpt.checkpointer.restore_with_fallback import OnLost
 from tieredckpt.checkpointer.save_handle import SaveHandle, SaveState, StepInfo
 from tieredckpt.dcp.restore_report import RestoreReport
 from tieredckpt.location import check_step
+from tieredckpt.resolve_step import Candidate
 from tieredckpt.tensors.state_dict import StateDict
 
 
@@ -81,6 +82,9 @@ class NullCheckpointer:
 
     def steps(self) -> list[StepInfo]:
         return []
+
+    def loadable_versions(self) -> tuple[Candidate, ...]:
+        return ()
 
     def close(self) -> None:
         pass

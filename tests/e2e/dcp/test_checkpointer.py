@@ -308,6 +308,7 @@ def test_null_checkpointer_has_the_same_methods():
         assert not ckpt.save({}, 3).ok
         assert ckpt.wait("durable")
         assert ckpt.steps() == []
+        assert ckpt.loadable_versions() == ()
 
 
 def test_memory_node_needs_no_agent_or_files(agent_dir):
