@@ -11,6 +11,7 @@ from typing import Any
 
 import yaml
 
+from tieredckpt.agent.peer_config import is_unreplicated
 from tieredckpt.bounded_yaml import load_yaml
 from tieredckpt.cli.findings import CheckResult, check_failed, check_passed, check_warning
 from tieredckpt.settings import Settings
@@ -72,8 +73,7 @@ def _check_ray_version(environ: Mapping[str, str]) -> CheckResult | None:
 
 
 def _check_copies(settings: Settings) -> CheckResult | None:
-    peer = settings.peer
-    if settings.agent.peers != "off" and peer.discovery != "off" and (peer.copies > 1 or peer.mode == "parity"):
+    if settings.agent.peers != "off" and not is_unreplicated(settings.peer):
         return None
     return check_warning(
         "copies",

@@ -97,11 +97,10 @@ class LoadChoice:
     @property
     def repeated_s(self) -> float:
         """Seconds between the chosen step and the newest one that was ever complete; infinite if unknown."""
-        known, lost = self.resolution.newest_known_complete, None
+        known = self.resolution.newest_known_complete
         if self.version_id is not None and (known is None or self.version_id >= known):
             return 0.0
-        if known is not None:
-            lost = self.resolution.incomplete.get(known)
+        lost = self.resolution.incomplete.get(known) if known is not None else None
         chosen = self.resolution.chosen if self.plain is None else None
         if lost is None or chosen is None or not 0 < chosen.saved_ns <= lost.saved_ns:  # their clocks may differ
             return math.inf

@@ -23,7 +23,7 @@ from peerstore import deadlines
 from peerstore.errors import PeerStoreError
 from peerstore.message_codec import from_json
 from peerstore.shard_records import VersionId
-from peerstore.sizes_and_durations import show_size
+from peerstore.sizes_and_durations import show_seconds, show_size
 from tieredckpt.checkpointer.progress_hook import take_reached_step
 from tieredckpt.dcp.load_vote import LoadOutlook, common_error
 from tieredckpt.dcp.plain_checkpoints import plain_reader, plain_steps
@@ -308,9 +308,9 @@ class CheckpointRestorer:
                 break
             if tries == 1:
                 log.warning(
-                    "%s: nodes that may have newer steps do not answer; waiting up to %.2g s for them "
+                    "%s: nodes that may have newer steps do not answer; waiting up to %s for them "
                     "(at most peer.unreachable_timeout_s)",
-                    *(self._job, awaited_s),
+                    *(self._job, show_seconds(awaited_s)),
                 )
             time.sleep(deadlines.remaining_s(min(awaited_s, _POLL_S)))
             reader.fresh = True
