@@ -42,12 +42,13 @@ from benchmarks.clients import ENVIRONMENT
 from benchmarks.goals import failed, unchecked
 from benchmarks.machine import facts
 from benchmarks.null_server import null_server
+from benchmarks.page import markdown, read_reasons
 from benchmarks.parameters import ON_DEVICES, STATES, SUBJECTS, WORLDS, Parameters, Scene, thread_counts
 from benchmarks.ranks import Ranks, rank_processes
 from benchmarks.rounds import merge
 from benchmarks.sandbox import sandbox
 from benchmarks.summary import put_into, readme_table
-from benchmarks.table import markdown, print_group, print_verdicts, read_reasons
+from benchmarks.table import print_group, print_verdicts
 from peerstore.sizes_and_durations import parse_size, show_size
 from tests.support.s3 import moto_server, rclone_server
 

@@ -1,15 +1,9 @@
-"""Joining result files, and docs/benchmarks.md as the output of ``benchmarks/table.py``."""
+"""Joining result files, and targets without their rows."""
 
 from __future__ import annotations
 
-import re
-from pathlib import Path
-
-from benchmarks.__main__ import read_raw
 from benchmarks.goals import Verdict
-from benchmarks.table import joined, markdown, read_reasons, verdict_cells
-
-ROOT = Path(__file__).parents[3]
+from benchmarks.table import joined, verdict_cells
 
 
 def run(revision, *titles):
@@ -31,11 +25,3 @@ def test_single_file_is_returned_unchanged():
 def test_target_without_its_rows_is_not_measured_and_not_missed():
     verdict = Verdict("P1", "state A", "trainer blocked", float("nan"), 0.1, False, "R")
     assert verdict_cells(verdict) == ("trainer blocked", "state A", "", "at most 0.1 R", "not measured")
-
-
-def test_benchmarks_page_matches_its_named_runs():
-    page = (ROOT / "docs" / "benchmarks.md").read_text()
-    command = re.search(r"`python -m benchmarks table ([^`]+)`", page)
-    assert command is not None
-    raws = read_raw([ROOT / name for name in command[1].split()])
-    assert page == markdown(raws, reasons=read_reasons())
