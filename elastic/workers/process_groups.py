@@ -5,14 +5,16 @@ the collective waits until its timeout (30 minutes). Gloo does notice the end of
 this module shuts its connections down. It finds them by the waiting thread: each gloo device has a thread named
 ``gloo_tcp_loop`` in ``epoll_wait``, and the kernel lists the descriptors.
 
-The destructor of ``ProcessGroupNCCL`` joins the group's watchdog. After an error that watchdog sleeps, and Python may
-run the destructor on the thread that drops the last reference: the training thread. So a reaper holds one more
-reference, joins the watchdogs, and then drops it. A destructor that runs after that returns at once.
+A group's destructor waits for its threads: NCCL's watchdog, which sleeps after an error, and gloo's workers, which end
+with their collectives. The training thread must not run it. If DDP's reducer is the last owner, the destructor even
+keeps the interpreter's lock. A worker that waits for the lock then hangs the process. So a reaper holds the groups
+until the other objects of the world are gone, and drops them last.
 """
 
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import os
 import re
@@ -228,20 +230,29 @@ class ProcessGroups:
             else self._replicated_store.abort()
         )
 
-    def destroy(self, *, broken: bool) -> None:
-        """Destroy the groups. In a broken world, do not wait for other ranks."""
+    def destroy(self, *, broken: bool, collect: Callable[[], object] = gc.collect) -> None:
+        """Destroy the groups. In a broken world, do not wait for other ranks.
+
+        ``collect`` deletes the objects that own groups too, such as models. It runs before the groups are dropped.
+        """
         with self._lock:
             self._open = False
         self._watchdog.close()
         if getattr(sys.excepthook, "__name__", "") == "_distributed_excepthook":
             sys.excepthook = self._excepthook
+        reaper = GroupReaper(list(c10d._world.pg_map), shut_down=broken)
         try:
             self._destroy_groups(broken=broken)
         finally:
+            reaper.start()
             if self._sweeping is not None:
                 self._sweeping.stop()
             if self._replicated_store is not None:
                 self._replicated_store.close()
+            try:
+                collect()
+            finally:
+                reaper.drop_groups()
 
     def _destroy_groups(self, *, broken: bool) -> None:
         if not dist.is_initialized():
@@ -249,21 +260,16 @@ class ProcessGroups:
             # rank that was not in this world would use another name, and the two would wait for each other.
             c10d._world.group_count = 0
             return
-        groups = list(c10d._world.pg_map)
         try:
             if broken:
-                abort_groups(groups)
+                abort_groups(list(c10d._world.pg_map))
                 c10d._abort_process_group()
             else:
                 dist.destroy_process_group()
-                groups.clear()
         except (RuntimeError, ValueError) as error:
             log.warning("the groups of epoch %d did not end well: %s", self._assignment.epoch, error)
             if dist.is_initialized():
                 c10d._abort_process_group()
-        finally:
-            if groups:
-                shut_down_in_background(groups)
 
 
 def abort_groups(groups: Sequence[dist.ProcessGroup]) -> None:
@@ -310,8 +316,8 @@ class UserProcessGroups:
     def close_connections(self) -> None:
         pass
 
-    def destroy(self, *, broken: bool) -> None:
-        pass
+    def destroy(self, *, broken: bool, collect: Callable[[], object] = gc.collect) -> None:
+        collect()
 
 
 def process_groups_for(
@@ -473,28 +479,41 @@ def backends_of(group: dist.ProcessGroup) -> list[Any]:
     return found
 
 
-def shut_down_in_background(groups: list[dist.ProcessGroup]) -> threading.Thread:
-    """Move aborted ``groups`` out of the list to a new thread, which shuts them down and drops them.
+class GroupReaper:
+    """A thread that shuts down the groups of a world that was left, and owns them last."""
 
-    Wait up to ``_USUAL_S`` seconds for it, so that the next world usually finds no threads of this one.
-    """
-    owned = list(groups)
-    groups.clear()
-    reaper = threading.Thread(target=_shut_down, args=(owned,), name="elastic-reaper", daemon=True)
-    reaper.start()
-    del owned
-    reaper.join(_USUAL_S)
-    if reaper.is_alive():
-        log.info("threads of the broken world's groups still run; a reaper waits for them")
-    return reaper
+    def __init__(self, groups: list[dist.ProcessGroup], *, shut_down: bool) -> None:
+        self._owned, self._shut_down = groups, shut_down
+        self._unused = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="elastic-reaper", daemon=True)
+
+    def start(self) -> None:
+        if self._owned:
+            self._thread.start()
+
+    def drop_groups(self) -> None:
+        """Let the thread drop the groups, because no other object needs them.
+
+        Wait up to ``_USUAL_S`` seconds for it, so that the next world usually finds no threads of this one.
+        """
+        self._unused.set()
+        if self._thread.ident is not None:
+            self._thread.join(_USUAL_S)
+            if self._thread.is_alive():
+                log.info("threads of the broken world's groups still run; a reaper waits for them")
+
+    def _run(self) -> None:
+        if self._shut_down:
+            _shut_down(self._owned)
+        self._unused.wait()
+        self._owned.clear()  # this destructor releases the interpreter's lock
 
 
-def _shut_down(owned: list[dist.ProcessGroup]) -> None:
-    while owned:
-        backends = backends_of(owned.pop())
-        while backends:
+def _shut_down(groups: Sequence[dist.ProcessGroup]) -> None:
+    for group in groups:
+        for backend in backends_of(group):
             try:
-                backends.pop().shutdown()
+                backend.shutdown()
             except RuntimeError as error:
                 log.warning("a group of a broken world did not shut down: %s", error)
 

@@ -301,6 +301,10 @@ class _Rank(Generic[T]):
         if groups is not None and groups.epoch == epoch and "connections" in self._policy.abort_steps:
             groups.close_connections()
 
+    def _reset_process(self) -> None:
+        self._deadline.at(LeaveStage.RESET)
+        reset_process_state()
+
     def _check_health(self) -> None:
         """Raise :class:`UnhealthyProcessError` if the process is not fit for another world.
 
@@ -365,9 +369,7 @@ class _Rank(Generic[T]):
             at(LeaveStage.BARRIER)
             barrier.close()
             at(LeaveStage.GROUPS)
-            groups.destroy(broken=not is_clean)
-            at(LeaveStage.RESET)
-            reset_process_state()
+            groups.destroy(broken=not is_clean, collect=self._reset_process)
         return world
 
     def _returned(self, world: World, value: T) -> None:

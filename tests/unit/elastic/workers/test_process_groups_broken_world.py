@@ -1,8 +1,9 @@
-"""A world that ends while its ranks still meet leaves nothing that affects the next one."""
+"""A broken world is left without waiting for its ranks, and leaves nothing that affects the next one."""
 
 from __future__ import annotations
 
 import contextlib
+import gc
 import socket
 import sys
 import threading
@@ -10,7 +11,10 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
+import torch
+import torch._dynamo  # imported later, it would hold the group as a default of a parameter
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
 from elastic.control.control_plane import RankAssignment
 from elastic.workers import process_groups
@@ -93,3 +97,21 @@ def leads_to(number, remote) -> bool:
     with contextlib.suppress(OSError), process_groups._borrowed(number) as one:
         return process_groups._remote(one) == remote
     return False
+
+
+def test_model_is_dropped_while_a_collective_of_its_group_runs(ranks, tmp_path):
+    """DDP's destructor keeps the interpreter's lock, so it must not be the last owner of a busy group."""
+    assert ranks.run(2, _drop_model_during_collective, tmp_path) == ["left", "stayed"]
+
+
+def _drop_model_during_collective(folder: Path) -> str:
+    left = folder / "left"
+    models = [DistributedDataParallel(torch.nn.Linear(4, 4), init_sync=False)]
+    if dist.get_rank() == 1:
+        wait_until(left.exists)  # with open connections, so that the other rank's collective does not end
+        return "stayed"
+    dist.all_reduce(torch.ones(1024), async_op=True)
+    place = RankAssignment(0, 0, 2, 0, 1, 0, 2, "127.0.0.1:1")
+    ProcessGroups(place, backend="gloo").destroy(broken=True, collect=lambda: (models.clear(), gc.collect()))
+    left.touch()
+    return "left"
