@@ -22,7 +22,10 @@ STEP_S = 0.005
 
 
 def report(what: str, **more: object) -> None:
-    print(json.dumps({"what": what, "pid": os.getpid(), "at": time.monotonic(), **more}), flush=True)
+    # One write: print makes two, and a line of the log may come between them.
+    line = json.dumps({"what": what, "pid": os.getpid(), "at": time.monotonic(), **more})
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
 
 
 def allocate_until_killed(asked: Path) -> None:

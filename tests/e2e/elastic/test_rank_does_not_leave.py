@@ -20,7 +20,10 @@ FOLDER, HOW = pathlib.Path(sys.argv[1]), sys.argv[2]
 
 
 def say(what, **more):
-    print(json.dumps({"what": what, "pid": os.getpid(), "at": time.time(), **more}), flush=True)
+    # One write: print makes two, and a line of the log may come between them.
+    line = json.dumps({"what": what, "pid": os.getpid(), "at": time.time(), **more})
+    sys.stdout.write(line + "\\n")
+    sys.stdout.flush()
 
 
 def stuck():

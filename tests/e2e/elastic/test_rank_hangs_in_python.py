@@ -13,7 +13,7 @@ AFTER_S = 5.0
 """Seconds from the detection of the hang to the next step, without the start of a process."""
 
 TRAINER = """
-import json, os, time
+import json, os, sys, time
 START = time.time()
 import torch
 import torch.distributed as dist
@@ -21,7 +21,10 @@ from elastic import recoverable
 
 
 def say(what, **more):
-    print(json.dumps({"what": what, "pid": os.getpid(), "at": time.time(), **more}), flush=True)
+    # One write: print makes two, and a line of the log may come between them.
+    line = json.dumps({"what": what, "pid": os.getpid(), "at": time.time(), **more})
+    sys.stdout.write(line + "\\n")
+    sys.stdout.flush()
 
 
 def stuck():
