@@ -128,6 +128,8 @@ class SupervisorSpec(msgspec.Struct, frozen=True, tag="node"):
     """Slurm job that allocated this node and the coordinator's, or ""."""
     joined_run: str = ""
     """Directory of all runs, if this node has joined a run of this machine."""
+    preempted_status: int = 0
+    """Exit status after SIGTERM, if the job continues without this node."""
     verbose: int = 0
 
 
@@ -149,7 +151,11 @@ def main(text: str) -> int:
     task: CoordinatorSpec | SupervisorSpec = from_json(text, CoordinatorSpec | SupervisorSpec)
     logging.basicConfig(level=_LEVELS[min(task.verbose, 2)], format="elastic: %(message)s", stream=sys.stderr)
     secret = read_secret(Path(task.secret_file))
-    end = run_coordinator(task, secret) if isinstance(task, CoordinatorSpec) else JobEnd(*run_supervisor(task, secret))
+    is_preempted = threading.Event()
+    if isinstance(task, CoordinatorSpec):
+        end = run_coordinator(task, secret)
+    else:
+        end = JobEnd(*run_supervisor(task, secret, is_preempted))
     if end.over not in (ExitReason.FINISHED, ExitReason.DISMISSED):
         if isinstance(task, CoordinatorSpec) and task.end_file:
             try:
@@ -158,6 +164,8 @@ def main(text: str) -> int:
                 log.warning("%s (%s cannot be written: %s)", end_message(end), task.end_file, error)
         elif isinstance(task, CoordinatorSpec) or not task.has_local_coordinator or end.over is ExitReason.REFUSED:
             log.warning("%s", end_message(end))
+    if isinstance(task, SupervisorSpec) and end.over is ExitReason.DISMISSED and is_preempted.is_set():
+        return task.preempted_status
     return EXIT_STATUS[end.over]
 
 
@@ -262,10 +270,11 @@ def _candidate(lead: CoordinatorSpec, name: str) -> Callable[[int], Sequence[str
     return lambda term: spec_command(msgspec.structs.replace(lead, candidate=name, since_term=term))
 
 
-def run_supervisor(task: SupervisorSpec, secret: bytes) -> tuple[ExitReason, str]:
+def run_supervisor(task: SupervisorSpec, secret: bytes, is_preempted: threading.Event) -> tuple[ExitReason, str]:
     """Run a node's supervisor until the job or the node's part in it has ended.
 
     SIGTERM means that the machine is preempted, SIGINT kills the ranks, and SIGUSR1 means that the job has finished.
+    ``is_preempted`` is set on SIGTERM.
     """
     from elastic.supervisor.memory_tier import MemoryTierProcess, record_stop
     from elastic.supervisor.supervisor import Supervisor, SupervisorSettings
@@ -293,9 +302,14 @@ def run_supervisor(task: SupervisorSpec, secret: bytes) -> tuple[ExitReason, str
     supervisor = Supervisor(
         settings, secret, terminal=sys.stdout.buffer, partition_agent=agent.partition, offer_memory=agent.offer_memory
     )
+
+    def preempt() -> None:
+        is_preempted.set()
+        supervisor.drain(f"node {task.node} was preempted (SIGTERM)")
+
     handle_signals(
         {
-            signal.SIGTERM: lambda: supervisor.drain(f"node {task.node} was preempted (SIGTERM)"),
+            signal.SIGTERM: preempt,
             signal.SIGINT: lambda: supervisor.kill("interrupted"),
             signal.SIGUSR1: lambda: supervisor.kill("the job has finished", ExitReason.FINISHED),
         }
@@ -476,7 +490,7 @@ class JobLauncher:
     def _on_node_exit(self, node: str, status: int) -> None:
         del self._running[node]
         self._statuses[node] = status
-        if status not in EXIT_STATUS.values():
+        if status not in (*EXIT_STATUS.values(), *(task.preempted_status for task in self._nodes)):
             self.killed_nodes.add(node)
             log.warning("the supervisor of node %s is gone: %s", node, describe_exit(status))
             self._request(SupervisorExited(node), _REPORT_S)

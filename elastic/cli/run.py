@@ -121,6 +121,14 @@ _LOCAL = "127.0.0.1:0"
     "--grace", type=float, default=_GRACE_S, show_default=True, help="Seconds to save and exit after SIGTERM or Ctrl-C."
 )
 @click.option(
+    "--preempted-status",
+    type=click.IntRange(0, 255),
+    default=0,
+    show_default=True,
+    help="Exit status if this machine leaves the job on SIGTERM and the job continues. A status other than 0 makes a "
+    "Kubernetes Job replace the pod.",
+)
+@click.option(
     "--requeue",
     is_flag=True,
     help="Requeue the Slurm job after SIGUSR1, or if its first node is lost.",
@@ -510,6 +518,7 @@ def _supervisor_spec(place: RunDirectory, record: LocalRun, name: str, options: 
         has_local_coordinator=options["coordinator_here"] or not options["coordinator"],
         coordinator_node=_scheduled(options).other_leader,
         scheduled_job=_scheduled(options).run,
+        preempted_status=options.get("preempted_status", 0),
         verbose=options["verbose"],
     )
 

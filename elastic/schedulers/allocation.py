@@ -104,15 +104,15 @@ class NodeLaunch:
     @property
     def is_given_its_coordinator(self) -> bool:
         """Whether the coordinator runs on the host that the scheduler chose."""
-        return self.several and self.found is not None and self._host == self.found.host
+        return self.several and self.found is not None and bool(self._host) and self._host == self.found.host
 
     @property
     def other_leader(self) -> str:
         """Scheduler's name of the other machine that runs the coordinator; "" if unknown or this one."""
         if self.found is None or self.leads or not self.several:
             return ""
-        host = split_address(self.coordinator)[0]
-        return next((name for name in self.found.nodes if _is_same_host(name, host)), "")
+        host = self._host
+        return next((name for name in self.found.nodes if host and _is_same_host(name, host)), "")
 
     @property
     def notices(self) -> bool:

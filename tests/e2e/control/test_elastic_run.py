@@ -252,10 +252,13 @@ def test_preempted_machine_of_several_leaves_the_job(job: ElasticRun) -> None:
     leader = job.start("coordinator", "--listen", "127.0.0.1:0", "--job", "job", "--nnodes", "1:2", *known, "-v",
                        "--store", "nowhere:1", "--grow-after", "1")  # fmt: skip
     address = wait_until(lambda: re.search(r"listens on (\S+)", job.output()))[1]
-    one, two = (job.run("--coordinator", address, "--node", f"m{number}", *known) for number in (1, 2))
+    one, two = (
+        job.run("--coordinator", address, "--node", f"m{number}", "--preempted-status", status, *known)
+        for number, status in ((1, "0"), (2, "143"))
+    )
     before = job.wait_world(2)
     two.send_signal(signal.SIGTERM)
-    assert job.wait_ended(two) == 0
+    assert job.wait_ended(two) == 143
     after = job.wait_world(1, after=before[0]["epoch"])
     assert (after[0]["node"], after[0]["restarts"]) == ("m1", 0)
     assert after[0]["epoch"] > before[0]["epoch"]

@@ -14,6 +14,7 @@ from integration.hyperpod.cluster.node_health import (
     is_worse_health,
 )
 from integration.hyperpod.job_resource import NODE_HEALTH_LABEL, NodeHealth
+from integration.kubernetes.tiered_pods import MANIFESTS, training_jobset, training_runtime
 from tests.support.kube_jobs import ROOT
 from tests.support.kube_server import ApiRefusedError, KubeClient, add_node
 from tieredckpt.cli.exit_codes import CommandError, ExitCode
@@ -44,9 +45,14 @@ def test_pods_of_other_job_kinds_pass_server_validation(kube: KubeClient) -> Non
     """Validate only the pods that they create: this API server lacks the CRDs of those kinds."""
     (jobset,) = yaml.safe_load_all((FOLDER / "examples" / "jobset.yaml").read_text())
     (pytorch,) = yaml.safe_load_all((FOLDER / "examples" / "pytorchjob.yaml").read_text())
+    tiered = [training_jobset()["spec"], training_runtime()["spec"]["template"]["spec"]]
+    account, *_ = yaml.safe_load_all((MANIFESTS / "training" / "leadership.yaml").read_text())
+    kube.apply({**account, "metadata": {**account["metadata"], "namespace": "default"}})
+    kube.as_service_account("default", account["metadata"]["name"]).close()  # waits for the account's token
     for template in (
         jobset["spec"]["replicatedJobs"][0]["template"]["spec"]["template"],
         pytorch["spec"]["pytorchReplicaSpecs"]["Worker"]["template"],
+        *(one["replicatedJobs"][0]["template"]["spec"]["template"] for one in tiered),
     ):
         for container in template["spec"].get("initContainers", []):
             container.pop("restartPolicy")  # sidecars are younger than this API server

@@ -14,7 +14,7 @@ from tests.support.kube_server import ApiRefusedError, KubeClient
 
 pytestmark = pytest.mark.system
 
-_FOREIGN = ("jobset.x-k8s.io/", "kubeflow.org/", "kueue.x-k8s.io/")
+_FOREIGN = ("jobset.x-k8s.io/", "kubeflow.org/", "trainer.kubeflow.org/", "kueue.x-k8s.io/")
 """API groups of other projects, whose CRDs are not installed."""
 _TOOLS = ("kustomize.config.k8s.io/",)
 

@@ -142,7 +142,15 @@ def test_no_node_leads_by_its_place_if_any_may_lead():
     for node in ("n1", "n2"):
         one = place(step(node), coordinator="file:///shared/leader")
         assert brief(one) == ("3", 1, node, "file:///shared/leader", False)
+        assert one.other_leader == ""
         assert (one.several, one.is_given_its_coordinator, one.agreement) == (True, False, "")
+
+
+@pytest.mark.parametrize("environ", [POD, RANKED, {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "1"}])
+def test_any_pod_may_lead_with_a_leader_record(environ):
+    one = place(environ, coordinator="kubernetes:///llama", nnodes="1:2")
+    assert (one.nnodes, one.coordinator, one.leads) == ("1:2", "kubernetes:///llama", False)
+    assert (one.other_leader, one.agreement, one.is_given_its_coordinator) == ("", "", False)
 
 
 def test_adjacent_jobs_have_different_ports():
