@@ -33,7 +33,7 @@ def _check_conflict(name: str, settings: Settings, environ: Mapping[str, str]) -
         return _check_sharding(name, environ)
     if name == "lightning":
         return _check_slurm(environ)
-    if name == "nvrx":
+    if name in ("megatron", "nvrx"):
         return _check_copies(settings)
     if name == "ray":
         return _check_ray_version(environ)
@@ -77,7 +77,7 @@ def _check_copies(settings: Settings) -> CheckResult | None:
         return None
     return check_warning(
         "copies",
-        "No other node has copies, so a lost node loses the local checkpoints of all ranks",
+        "No other node has copies, so a lost node loses the steps that are only in memory",
         "set peer.copies to 2, and neither agent.peers nor peer.discovery to off",
     )
 

@@ -45,6 +45,14 @@ def test_torchft_example_recovers_a_killed_replica(agent_dir):
 
 
 @pytest.mark.nightly
+def test_megatron_example_resumes(agent_dir):
+    pytest.importorskip("megatron.core.package_info", reason="Megatron-Core is not installed")
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", EXAMPLES / "megatron_core.py"]
+    assert "rank 1: continues after step 0\n" in run(*launch)
+    assert "rank 1: continues after step 3\n" in run(*launch)
+
+
+@pytest.mark.nightly
 def test_nvrx_example_resumes(agent_dir):
     pytest.importorskip("nvidia_resiliency_ext", reason="NVRx is not installed: pip install tieredckpt[nvrx]")
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", EXAMPLES / "nvrx_local.py"]

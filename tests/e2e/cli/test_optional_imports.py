@@ -54,6 +54,7 @@ HDFS = "durable.url hdfs://h/x " + install("pyarrow", "pyarrow")
 LIGHTNING = "integration.lightning " + install("lightning", "'tieredckpt[lightning]'")
 ACCELERATE = "integration.accelerate " + install("accelerate", "'tieredckpt[accelerate]'")
 KUBEFLOW = "integration.kubeflow " + install("kubeflow", "'tieredckpt[kubeflow]'")
+MEGATRON = "integration.megatron " + install("megatron", "'tieredckpt[megatron]'")
 NVRX = "integration.nvrx " + install("nvidia_resiliency_ext", "'tieredckpt[nvrx]'")
 TORCHFT = "integration.torchft " + install("torchft", "'tieredckpt[torchft]'")
 TORCHTITAN = "integration.torchtitan " + install("torchtitan", "'tieredckpt[torchtitan]'")
@@ -123,6 +124,7 @@ ENTRIES = {
     LIGHTNING: ("lightning", "integration.lightning", "integration.lightning.trainer_plugins"),
     ACCELERATE: ("accelerate", "integration.accelerate", "integration.accelerate.accelerator_steps"),
     KUBEFLOW: ("kubeflow", "integration.kubeflow", "integration.kubeflow.train_job_status"),
+    MEGATRON: ("megatron", "integration.megatron", "integration.megatron.sharded_checkpoints"),
     NVRX: ("nvidia_resiliency_ext", "integration.nvrx", "integration.nvrx.local_checkpoint_manager"),
     TORCHFT: ("torchft", "integration.torchft", "integration.torchft.tiered_transport"),
     TORCHTITAN: ("torchtitan", "integration.torchtitan", "integration.torchtitan.checkpoint_manager"),

@@ -36,7 +36,7 @@ def test_versions_come_from_the_requirements_of_the_extra():
 
 def test_every_framework_has_an_extra_with_requirements():
     names = {point.name for point in metadata.entry_points(group="tieredckpt.framework_checks")}
-    assert names == {"accelerate", "lightning", "nvrx", "ray", "torchft", "torchtitan", "transformers"}
+    assert names == {"accelerate", "lightning", "megatron", "nvrx", "ray", "torchft", "torchtitan", "transformers"}
     assert all(required_versions(metadata.requires("tieredckpt"), name) for name in names)
 
 
@@ -146,12 +146,13 @@ def test_torchft_needs_peers_and_their_secret():
     assert statuses(check_framework("torchft", off, {}))["peers"] is CheckStatus.FAILED
 
 
+@pytest.mark.parametrize("name", ["megatron", "nvrx"])
 @pytest.mark.parametrize(
     "changes", [{"agent": {"peers": "off"}}, {"peer": {"copies": 1}}, {"peer": {"discovery": "off"}}]
 )
-def test_nvrx_without_copies_is_a_warning(changes):
-    assert "copies" not in statuses(check_framework("nvrx", SETTINGS, {}))
-    found = statuses(check_framework("nvrx", settings_from_mapping(changes), {}))
+def test_framework_without_copies_is_a_warning(name, changes):
+    assert "copies" not in statuses(check_framework(name, SETTINGS, {}))
+    found = statuses(check_framework(name, settings_from_mapping(changes), {}))
     assert found["copies"] is CheckStatus.WARNING
 
 
