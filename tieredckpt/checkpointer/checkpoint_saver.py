@@ -23,7 +23,7 @@ from tieredckpt.dcp.rank_group import RankGroup, unwrap_save_error
 from tieredckpt.dcp.tiered_writer import TieredWriter, WriterOptions
 from tieredckpt.errors import SaveFailedError, StoreBusyError, TieredCheckpointError
 from tieredckpt.live.boundary_recorder import BoundaryRecorder
-from tieredckpt.session.agent_discovery import join_peer_agents, join_standby_nodes
+from tieredckpt.session.agent_discovery import join_peer_agents, join_standby_nodes, record_joined_agents
 from tieredckpt.session.save_job import SaveJob, SaveOptions
 from tieredckpt.session.session import Session
 from tieredckpt.settings import Settings
@@ -76,6 +76,7 @@ class CheckpointSaver:
             return
         self._ranks.call_on_all(self._session)  # a rank without an agent would block the others in the store
         self._joined = self._ranks.call_on_all(lambda: join_peer_agents(self._session(), restoring=restoring))
+        record_joined_agents(self._job, restoring=restoring)
         self._joined_for.add(restoring)
 
     def save(

@@ -9,7 +9,9 @@ Without collectives the messages go through the ranks' rendezvous store.
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import logging
 import secrets
 import sys
 import threading
@@ -42,8 +44,12 @@ from tieredckpt.errors import (
 )
 from tieredckpt.gc_pause import gc_paused
 from tieredckpt.rank_error import RankError
+from tieredckpt.session.agent_discovery import have_agents_joined, join_peer_agents, record_joined_agents
 from tieredckpt.session.incarnation import SaveDecision, SaveProposal, decide_save
+from tieredckpt.session.session import Session
 from tieredckpt.tensors.state_dict import StateDict, is_stateful, resolve_stateful
+
+log = logging.getLogger(__name__)
 
 _PLAN_TIMEOUT = timedelta(minutes=10)
 
@@ -205,6 +211,34 @@ def current_save_ranks() -> SaveRanks:
     if found is None:
         return _members(None) if dist.is_initialized() else SaveRanks(())
     return _members(found.group) if found.use_dist else SaveRanks(())
+
+
+def join_agents_in_dcp_call(job: str, session: Callable[[], Session], *, restoring: bool) -> None:
+    """Let the agents of all ranks join, before the first plain DCP save or load of a world.
+
+    In a call of some ranks they do not join, because the other ranks do not take part.
+    """
+    call = _find_dcp_call()
+    if call is None or not call.use_dist:
+        return
+    if _members(call.group).part_count < dist.get_world_size():
+        if not restoring and session().registration.agents_are_isolated:
+            _warn_of_missing_copies(job)
+        return
+    if not have_agents_joined(job, restoring=restoring):
+        ranks = RankGroup(call.group or dist.group.WORLD)
+        ranks.call_on_all(session)  # a rank without an agent would block the others in the store
+        ranks.call_on_all(lambda: join_peer_agents(session(), restoring=restoring))
+        record_joined_agents(job, restoring=restoring)
+
+
+@functools.cache  # warn once
+def _warn_of_missing_copies(job: str) -> None:
+    log.warning(
+        "%s: its steps have no copies on other nodes, because only some of the ranks called dcp.save. Nodes learn of "
+        "each other in a call of all ranks. Save once with all ranks, or set peer.discovery",
+        job,
+    )
 
 
 def dcp_call_world_size() -> int | None:

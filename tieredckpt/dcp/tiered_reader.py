@@ -29,7 +29,12 @@ from peerstore.shard_records import VersionId
 from tieredckpt.agent.agent_api import StateNames
 from tieredckpt.dcp.load_vote import LoadDecision, LoadVote, elect
 from tieredckpt.dcp.plain_checkpoints import plain_reader, plain_steps
-from tieredckpt.dcp.rank_group import PlanMessage, clear_plan_messages, received_plan_messages
+from tieredckpt.dcp.rank_group import (
+    PlanMessage,
+    clear_plan_messages,
+    join_agents_in_dcp_call,
+    received_plan_messages,
+)
 from tieredckpt.dcp.restore_report import RestoreReport, abbreviate, describe_mismatches, describe_newer_steps
 from tieredckpt.dcp.tiered_writer import dcp_storage_meta
 from tieredckpt.durable.object_store import ObjectNotFoundError
@@ -206,6 +211,8 @@ class TieredReader(StorageReader):
             return Metadata({})
         self.error = None
         try:
+            if self.settings.enabled:
+                join_agents_in_dcp_call(self._location.job, lambda: self.session, restoring=True)
             step = self._choose()
             while self._plain is not None:
                 try:

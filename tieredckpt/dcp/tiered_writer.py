@@ -22,6 +22,7 @@ from tieredckpt.dcp.rank_group import (
     clear_plan_messages,
     current_save_ranks,
     decide_for_ranks,
+    join_agents_in_dcp_call,
     received_plan_messages,
 )
 from tieredckpt.dcp.slot_stager import SlotStager
@@ -114,7 +115,7 @@ class TieredWriter(SlotStager, StorageWriter):
     """Writer for ``dcp.save`` and ``dcp.async_save`` into this node's memory and the durable tier.
 
     ``target`` is ``tiered://JOB``, ``tiered://JOB/step-N`` or a job's name. A save returns when the shard is sealed.
-    The shard then survives this process, and the node agent uploads it in the background.
+    The shard then survives this process. The node agent copies it to other nodes and uploads it in the background.
 
     A step behind an existing one raises :class:`~tieredckpt.errors.UsageError`, because a load without a step would
     skip it. ``start_over``: abandon the job's earlier steps, unless this process has loaded or saved a step.
@@ -191,6 +192,8 @@ class TieredWriter(SlotStager, StorageWriter):
         call = self._call
         if call.plain is not None:
             return call.plain.prepare_local_plan(plan)
+        if call.collectives:
+            join_agents_in_dcp_call(self._location.job, lambda: self.session, restoring=False)
         call.proposal = self._propose(call)
         clear_plan_messages()
         return _with_message(plan, PlanMessage(call.proposal))

@@ -9,6 +9,7 @@ import logging
 import os
 import secrets
 import time
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
@@ -91,6 +92,8 @@ class _Report(msgspec.Struct, frozen=True):
 
 
 _standby_nodes: Callable[[], tuple[PeerNode, ...]] = tuple
+_joined: weakref.WeakKeyDictionary[dist.ProcessGroup, set[tuple[str, bool]]] = weakref.WeakKeyDictionary()
+"""Jobs whose agents have joined, each for a restore (``True``) or a save, by the default group."""
 
 
 @contextlib.contextmanager
@@ -102,6 +105,19 @@ def use_standby_nodes(nodes: Callable[[], tuple[PeerNode, ...]]) -> Iterator[Non
         yield
     finally:
         _standby_nodes = before
+
+
+def have_agents_joined(job: str, *, restoring: bool) -> bool:
+    """Return whether the agents of all ranks have joined in this world. All ranks get the same."""
+    world = dist.group.WORLD
+    return world is not None and (job, restoring) in _joined.get(world, ())
+
+
+def record_joined_agents(job: str, *, restoring: bool) -> None:
+    """Record that the agents of all ranks have joined. All ranks call this after the last one has."""
+    world = dist.group.WORLD
+    if world is not None:
+        _joined.setdefault(world, set()).add((job, restoring))
 
 
 def join_peer_agents(session: Session, *, restoring: bool = False) -> bool:
