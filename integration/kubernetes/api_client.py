@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime as dt
+import inspect
 import socket
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -41,6 +42,7 @@ class ApiServerClient:
 
     def __init__(self, client: Any, timeout_s: float = _TIMEOUT_S) -> None:
         self._client, self._timeout_s = client, timeout_s
+        self._response_type = _response_type(client)
 
     def get_job(self, namespace: str, name: str) -> dict[str, Any]:
         return self.request("GET", _job(namespace, name))
@@ -189,7 +191,7 @@ class ApiServerClient:
                 method,
                 query_params=list(query.items()),
                 header_params={"Accept": accept, "Content-Type": _MERGE if method == "PATCH" else _JSON},
-                response_types_map={200: "object", 201: "object", 202: "object"},
+                **self._response_type,
                 auth_settings=["BearerToken"],
                 _return_http_data_only=True,
                 **how,
@@ -198,6 +200,13 @@ class ApiServerClient:
             raise _error_for_status(
                 error.status, f"{method} {path}: {error.status} {error.body or error.reason}"
             ) from None
+
+
+def _response_type(client: Any) -> dict[str, Any]:
+    """Return the argument for plain objects, which has another name since version 36 of the client."""
+    if "response_types_map" in inspect.signature(client.call_api).parameters:
+        return {"response_types_map": {200: "object", 201: "object", 202: "object"}}
+    return {"response_type": "object"}
 
 
 def connect_api_server(timeout_s: float = _TIMEOUT_S) -> ApiServerClient:
