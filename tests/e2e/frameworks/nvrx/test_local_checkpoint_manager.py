@@ -63,7 +63,7 @@ def state_at(step):
         "model": {"weight": torch.randn(64, 33, generator=generator).bfloat16(), "empty": torch.empty(0, 3)},
         "moments": [torch.randn(1 << 12, generator=generator) for _ in range(1 + rank)],
         "transposed": torch.arange(6.0).reshape(2, 3).t() * step,
-        "rng": torch.random.get_rng_state(),
+        "rng": generator.get_state(),
         "step": step,
         "options": {"lr": 0.1, "name": "adam", 7: None},
     }
