@@ -42,7 +42,6 @@ class ApiServerClient:
 
     def __init__(self, client: Any, timeout_s: float = _TIMEOUT_S) -> None:
         self._client, self._timeout_s = client, timeout_s
-        self._response_type = _response_type(client)
 
     def get_job(self, namespace: str, name: str) -> dict[str, Any]:
         return self.request("GET", _job(namespace, name))
@@ -191,7 +190,7 @@ class ApiServerClient:
                 method,
                 query_params=list(query.items()),
                 header_params={"Accept": accept, "Content-Type": _MERGE if method == "PATCH" else _JSON},
-                **self._response_type,
+                **_response_type(self._client),
                 auth_settings=["BearerToken"],
                 _return_http_data_only=True,
                 **how,

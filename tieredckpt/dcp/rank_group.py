@@ -20,6 +20,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from types import FrameType
 from typing import Any, TypeVar
 
 import msgspec
@@ -27,7 +28,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
-from torch.distributed.checkpoint.storage import StorageReader
+from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 from torch.distributed.checkpoint.utils import _DistWrapper
 
 from peerstore.errors import PeerStoreError
@@ -213,13 +214,19 @@ def current_save_ranks() -> SaveRanks:
     return _members(found.group) if found.use_dist else SaveRanks(())
 
 
-def join_agents_in_dcp_call(job: str, session: Callable[[], Session], *, restoring: bool) -> None:
+def join_agents_in_dcp_call(
+    storage: StorageWriter | StorageReader, job: str, session: Callable[[], Session], *, restoring: bool
+) -> None:
     """Let the agents of all ranks join, before the first plain DCP save or load of a world.
 
-    In a call of some ranks they do not join, because the other ranks do not take part.
+    In a call of some ranks they do not join, because the other ranks do not take part. The call must be one with
+    ``storage``: one rank alone may use another writer or reader inside a call of all.
     """
-    call = _find_dcp_call()
-    if call is None or not call.use_dist:
+    frame = _find_dcp_frame()
+    if frame is None or storage not in (frame.f_locals.get("storage_writer"), frame.f_locals.get("storage_reader")):
+        return
+    call: _DistWrapper = frame.f_locals["distW"]
+    if not call.use_dist:
         return
     if _members(call.group).part_count < dist.get_world_size():
         if not restoring and session().registration.agents_are_isolated:
@@ -250,13 +257,16 @@ def dcp_call_world_size() -> int | None:
 
 
 def _find_dcp_call() -> _DistWrapper | None:
-    frame: Any = sys._getframe(2)
+    frame = _find_dcp_frame()
+    return None if frame is None else frame.f_locals["distW"]
+
+
+def _find_dcp_frame() -> FrameType | None:
+    """Return the frame of the innermost DCP call on this thread's stack."""
+    frame: FrameType | None = sys._getframe(2)
     for _ in range(_FRAMES):
-        if frame is None:
-            break
-        found = frame.f_locals.get("distW")
-        if isinstance(found, _DistWrapper):
-            return found
+        if frame is None or isinstance(frame.f_locals.get("distW"), _DistWrapper):
+            return frame
         frame = frame.f_back
     return None
 

@@ -212,7 +212,7 @@ class TieredReader(StorageReader):
         self.error = None
         try:
             if self.settings.enabled:
-                join_agents_in_dcp_call(self._location.job, lambda: self.session, restoring=True)
+                join_agents_in_dcp_call(self, self._location.job, lambda: self.session, restoring=True)
             step = self._choose()
             while self._plain is not None:
                 try:

@@ -193,7 +193,7 @@ class TieredWriter(SlotStager, StorageWriter):
         if call.plain is not None:
             return call.plain.prepare_local_plan(plan)
         if call.collectives:
-            join_agents_in_dcp_call(self._location.job, lambda: self.session, restoring=False)
+            join_agents_in_dcp_call(self, self._location.job, lambda: self.session, restoring=False)
         call.proposal = self._propose(call)
         clear_plan_messages()
         return _with_message(plan, PlanMessage(call.proposal))
