@@ -38,6 +38,21 @@ def kube(bare_kube: KubeClient) -> KubeClient:
     return bare_kube
 
 
+@pytest.fixture(scope="module")
+def account(bare_kube: KubeClient) -> Iterator[KubeClient]:
+    """Yield the service account of jobs that elect their leader through a Lease."""
+    for document in yaml.safe_load_all((_OURS / "training" / "leadership.yaml").read_text()):
+        document["metadata"]["namespace"] = "default"
+        for subject in document.get("subjects", ()):
+            subject["namespace"] = "default"
+        bare_kube.apply(document)
+    account = bare_kube.as_service_account("default", "elastic-job")
+    try:
+        yield account
+    finally:
+        account.close()
+
+
 @pytest.fixture
 def controller_kubeconfig(kube: KubeClient, tmp_path: Path) -> Path:
     """Write a kubeconfig of the controller's service account, so that missing rights fail here, too."""

@@ -25,30 +25,14 @@ from tests.support.golden_runs import (
     assert_worlds_consistent,
     reference_run,
 )
-from tests.support.kube_jobs import ROOT
 from tests.support.kube_server import ApiRefusedError, KubeClient
 from tests.support.local_nodes import wait_until
 
 pytestmark = pytest.mark.system
 
-_MANIFEST = ROOT / "integration/kubernetes/manifests/training/leadership.yaml"
 _LEASES = "/apis/coordination.k8s.io/v1/namespaces/default/leases"
 _LEASE_S = 4
 _STEPS = 60
-
-
-@pytest.fixture(scope="module")
-def account(bare_kube: KubeClient) -> Iterator[KubeClient]:
-    for document in yaml.safe_load_all(_MANIFEST.read_text()):
-        document["metadata"]["namespace"] = "default"
-        for subject in document.get("subjects", ()):
-            subject["namespace"] = "default"
-        bare_kube.apply(document)
-    account = bare_kube.as_service_account("default", "elastic-job")
-    try:
-        yield account
-    finally:
-        account.close()
 
 
 @pytest.fixture

@@ -41,21 +41,6 @@ def _documents(name: str) -> Iterator[dict[str, Any]]:
     return yaml.safe_load_all((MANIFESTS / name).read_text(encoding="utf-8"))
 
 
-@pytest.fixture(scope="module")
-def account(bare_kube: KubeClient) -> Iterator[KubeClient]:
-    """Yield the service account that the pods name."""
-    for document in _documents("training/leadership.yaml"):
-        document["metadata"]["namespace"] = "default"
-        for subject in document.get("subjects", ()):
-            subject["namespace"] = "default"
-        bare_kube.apply(document)
-    account = bare_kube.as_service_account("default", "elastic-job")
-    try:
-        yield account
-    finally:
-        account.close()
-
-
 @pytest.fixture
 def short_path() -> Iterator[Path]:
     """Yield a folder whose name leaves room for a pod's name in the path of a socket."""

@@ -20,19 +20,11 @@ with warnings.catch_warnings():  # its optional packages, and torch's own warnin
 
 from tests.e2e.peers.test_export_from_peers import flip_shard_bits
 from tests.support.bits import assert_same_bits
-from tests.support.clusters import make_cluster
 from tieredckpt import Checkpointer
 
 pytestmark = pytest.mark.e2e
 
 WHERE = ["n1", "n2"]
-
-
-@pytest.fixture
-def nodes(ranks):
-    """Yield two nodes with one rank each."""
-    with make_cluster(ranks, *WHERE, labels=lambda name: f"rack=r{name[1:]}") as made:
-        yield made
 
 
 def engine(stage, seed=1):

@@ -40,7 +40,6 @@ with warnings.catch_warnings():  # about Transformer Engine and Apex, and torch'
 from tests.e2e.peers.test_export_from_peers import flip_shard_bits
 from tests.e2e.peers.test_torn_lost_or_absent_steps import sealed_on
 from tests.support.bits import assert_same_bits
-from tests.support.clusters import make_cluster
 from tests.support.local_nodes import wait_until
 from tieredckpt import Checkpointer
 from tieredckpt.cli import main
@@ -51,13 +50,6 @@ from tieredckpt.session.session import Session, close_sessions
 pytestmark = pytest.mark.e2e
 
 WHERE = ["n1", "n2"]
-
-
-@pytest.fixture
-def nodes(ranks):
-    """Yield two nodes with one rank each."""
-    with make_cluster(ranks, *WHERE, labels=lambda name: f"rack=r{name[1:]}") as made:
-        yield made
 
 
 class Training:

@@ -18,7 +18,6 @@ from integration.nvrx import TieredLocalCheckpointManager
 from tests.e2e.peers.test_export_from_peers import flip_shard_bits
 from tests.e2e.peers.test_torn_lost_or_absent_steps import sealed_on
 from tests.support.bits import assert_same_bits
-from tests.support.clusters import make_cluster
 from tests.support.local_nodes import wait_until
 from tieredckpt.errors import MismatchError, StoreBusyError, UntrustedObjectError, UsageError
 from tieredckpt.session.session import Session
@@ -46,13 +45,6 @@ torch.serialization.add_safe_globals([HostState])
 
 class Custom:
     """Value that is more than data."""
-
-
-@pytest.fixture
-def nodes(ranks):
-    """Yield two nodes with one rank each."""
-    with make_cluster(ranks, *WHERE, labels=lambda name: f"rack=r{name[1:]}") as made:
-        yield made
 
 
 def state_at(step):
