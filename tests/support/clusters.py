@@ -176,3 +176,10 @@ def cluster(ranks: RankPool) -> Iterator[Cluster]:
     """Yield three nodes in three racks."""
     with make_cluster(ranks, "n1", "n2", "n3", labels=lambda name: f"rack=r{name[1:]}") as made:
         yield made
+
+
+@pytest.fixture
+def nodes(ranks: RankPool) -> Iterator[Cluster]:
+    """Yield two nodes in two racks."""
+    with make_cluster(ranks, "n1", "n2", labels=lambda name: f"rack=r{name[1:]}") as made:
+        yield made

@@ -15,7 +15,7 @@ from tests.support import tiny_models
 from tests.support.elastic_runs import ElasticRun
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
-pytest.importorskip("transformers")
+pytest.importorskip("transformers.generation")
 
 STEPS = 4
 

@@ -15,7 +15,7 @@ from tests.support.elastic_runs import ROOT, ElasticRun
 from tests.support.families_training import finetune_job, train_alone
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
-pytest.importorskip("transformers")
+pytest.importorskip("transformers.generation")
 
 BEFORE, TOTAL = 4, 6
 SCRIPT = ROOT / "tests/support/families_training.py"

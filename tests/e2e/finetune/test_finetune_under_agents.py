@@ -10,7 +10,7 @@ from tests.support.agents import agent_directory
 from tests.support.hyperpod_agents import running_agents, start_pods, wait_for_states
 
 pytestmark = [pytest.mark.e2e, pytest.mark.nightly, pytest.mark.timeout(900)]
-pytest.importorskip("transformers")
+pytest.importorskip("transformers.generation")
 pytest.importorskip("hyperpod_elastic_agent")
 
 STEPS = 3

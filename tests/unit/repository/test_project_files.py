@@ -177,3 +177,12 @@ def test_citation_matches_the_wheel(metadata):
     assert citation["license"] == metadata["License-Expression"]
     assert [author["name"] for author in citation["authors"]] == [metadata["Author"]]
     assert citation["message"]
+
+
+def test_test_folders_do_not_shadow_optional_packages():
+    """Pytest makes each folder with tests or a ``conftest.py`` importable, and a folder in it a package."""
+    files = [path for path in (ROOT / "tests").rglob("*.py") if path.name == "conftest.py" or path.match("test_*.py")]
+    optional = {name for path in files for name in re.findall(r'importorskip\("(\w+)"', path.read_text())}
+    importable = {path.parent for path in files if not (path.parent / "__init__.py").exists()}
+    assert {"ray", "torchtitan"} <= optional
+    assert not [folder / name for folder in importable for name in optional if (folder / name).exists()]

@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-pytest.importorskip("transformers")
+pytest.importorskip(
+    "transformers.generation", reason="Transformers is not installed: pip install tieredckpt[transformers]"
+)
 
 from transformers import AutoConfig, AutoModelForCausalLM
 

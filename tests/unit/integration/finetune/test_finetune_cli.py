@@ -11,7 +11,7 @@ import msgspec
 import pytest
 from click.testing import CliRunner
 
-pytest.importorskip("transformers")
+pytest.importorskip("transformers.generation")
 
 from elastic.cli.common import ElasticScreen
 from elastic.errors import PolicyError

@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 
-pytest.importorskip("transformers")
+pytest.importorskip("transformers.generation")
 
 from integration.finetune.finetune_job import FinetuneJob
 from integration.finetune.model import LoRALinear, add_lora, initial_lora_weights, merge_lora
