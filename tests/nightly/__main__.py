@@ -68,14 +68,14 @@ def random_faults(python: str) -> list[Task]:
 
 
 def contracts() -> list[Task]:
-    """Return one task per environment of ``tox.ini``: each Python and torch version, and torchtitan."""
+    """Return one task per environment of ``tox.ini``: each Python and torch version, and frameworks."""
     tox = str(ROOT / ".venv/bin/tox")
     found = []
     for torch in _TORCH:
         for one in _PYTHON:
             command = (tox, "-e", f"dcp-{one}-torch{torch.replace('.', '')}")
             found.append(Task(f"DCP contract: {one}, torch {torch}", command, unavailable=_NOT_HERE))
-    return [*found, Task("torchtitan", (tox, "-e", "torchtitan"), 3600.0)]
+    return [*found, *(Task(one, (tox, "-e", one), 3600.0) for one in ("deepspeed", "ray", "torchtitan"))]
 
 
 def _files() -> list[str]:

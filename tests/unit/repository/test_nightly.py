@@ -111,3 +111,8 @@ def test_stopped_task_can_clean_up(tmp_path):
         process.stdout.readline()
         end(process)
     assert tidied.exists()
+
+
+def test_frameworks_that_the_push_skips_have_environments_of_their_own():
+    commands = [task.command[1:] for task in contracts()]
+    assert {("-e", name) for name in ("deepspeed", "ray", "torchtitan")} <= set(commands)
