@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import shutil
 import tempfile
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
+from accelerate.utils.constants import RNG_STATE_NAME
 
 from tieredckpt.checkpointer.checkpointer import Checkpointer
 from tieredckpt.checkpointer.save_handle import SaveHandle
 from tieredckpt.errors import UsageError
+
+log = logging.getLogger(__name__)
 
 
 def save_state(
@@ -43,19 +48,32 @@ def restore_state(accelerator: Accelerator, ckpt: Checkpointer, step: int | None
     with _temporary_directory(accelerator, ckpt) as directory:
         restored = ckpt.restore_directory(directory, step)
         if restored >= 0:
+            _warn_of_other_processes(accelerator, directory, restored)
             accelerator.load_state(str(directory), **options)
         return restored
+
+
+def _warn_of_other_processes(accelerator: Accelerator, directory: Path, step: int) -> None:
+    """Say what ``load_state`` does not restore if another number of processes saved the step."""
+    saved = len(list(directory.glob(f"{RNG_STATE_NAME}_*.pkl")))
+    if accelerator.is_main_process and saved != accelerator.num_processes:
+        log.warning(
+            "step %d was saved by another number of processes: %d, now %d. Model, optimizer and schedule are equal. "
+            "Random numbers do not continue, so the losses differ",
+            *(step, saved, accelerator.num_processes),
+        )
 
 
 @contextlib.contextmanager
 def _temporary_directory(accelerator: Accelerator, ckpt: Checkpointer) -> Iterator[Path]:
     """Yield an empty directory that all processes of a node share, in shared memory if possible.
 
-    Its name is the job's, so that the next process deletes what a killed one left.
+    Its name is that of the job and of the agent, so that the next process deletes what a killed one left.
     """
     memory = "/dev/shm"  # noqa: S108 - only this user's directory is used
     parent = memory if os.access(memory, os.W_OK) else tempfile.gettempdir()
-    directory = Path(parent) / f"tieredckpt-accelerate-{os.getuid()}-{ckpt.job}"
+    agent = zlib.crc32(bytes(ckpt.settings.agent_directory))
+    directory = Path(parent) / f"tieredckpt-accelerate-{os.getuid()}-{ckpt.job}-{agent:08x}"
     if accelerator.is_local_main_process:
         shutil.rmtree(directory, ignore_errors=True)
         directory.mkdir(mode=0o700, exist_ok=True)

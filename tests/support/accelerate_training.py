@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import signal
 from typing import Any
@@ -12,6 +13,7 @@ from accelerate import Accelerator
 from accelerate.utils import set_seed
 
 from integration.accelerate import restore_state, save_state
+from tests.support.bits import tensor_bytes
 from tests.support.transformers_training import enter_rank
 from tieredckpt import Checkpointer
 
@@ -19,8 +21,27 @@ URL = "tiered://accelerate"
 STEPS = 8
 
 
-def train(say: Any, kill: dict[int, int] | None = None, options: dict[str, Any] | None = None) -> str:
-    """Train; return a digest of the state. ``kill``: the step after whose save a rank dies, by rank."""
+class _Warnings(logging.Handler):
+    """Reports warnings as lines of the process."""
+
+    def __init__(self, say: Any) -> None:
+        super().__init__(logging.WARNING)
+        self._say = say
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._say(f"warning {record.getMessage()}")
+
+
+def train(
+    say: Any,
+    kill: dict[int, int] | None = None,
+    options: dict[str, Any] | None = None,
+    terminate: dict[int, int] | None = None,
+) -> str:
+    """Train; return a digest of the weights.
+
+    After the save of a step, SIGKILL or SIGTERM is sent to a rank. ``kill``, ``terminate``: this step, by rank.
+    """
     rank = enter_rank()
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
     set_seed(0, device_specific=True)
@@ -29,8 +50,9 @@ def train(say: Any, kill: dict[int, int] | None = None, options: dict[str, Any] 
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5)
     model, optimizer, schedule = accelerator.prepare(model, optimizer, schedule)
     with Checkpointer(URL, **(options or {})) as ckpt:
+        logging.getLogger("integration.accelerate").addHandler(_Warnings(say))
         first = restore_state(accelerator, ckpt) + 1
-        say(f"first {first}")
+        say(f"first {first} {digest_of(accelerator.unwrap_model(model), optimizer)}")
         for step in range(first, STEPS):
             for _ in range(2):
                 with accelerator.accumulate(model):
@@ -40,10 +62,19 @@ def train(say: Any, kill: dict[int, int] | None = None, options: dict[str, Any] 
                     schedule.step()
                     optimizer.zero_grad()
             say(f"loss {step} {loss.item().hex()}")
+            say(f"state {step} {digest_of(accelerator.unwrap_model(model), optimizer)}")
             save_state(accelerator, ckpt, step).wait()
             if (kill or {}).get(rank) == step:
                 os.kill(os.getpid(), signal.SIGKILL)
+            if (terminate or {}).get(rank) == step:
+                os.kill(os.getpid(), signal.SIGTERM)
+    return digest_of(accelerator.unwrap_model(model), optimizer)
+
+
+def digest_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> str:
+    """Return a digest of the weights and of the optimizer's state."""
     digest = hashlib.sha256()
-    for tensor in accelerator.unwrap_model(model).state_dict().values():
-        digest.update(tensor.numpy().tobytes())
+    moments = [one for state in optimizer.state_dict()["state"].values() for one in state.values()]
+    for tensor in [*model.state_dict().values(), *moments]:
+        digest.update(tensor_bytes(tensor))
     return digest.hexdigest()
