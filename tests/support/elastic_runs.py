@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -15,6 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from elastic.control.child_processes import STACKS_SIGNAL
 from elastic.control.control_messages import ElasticJobStatus, StatusRequest
 from elastic.control.coordinator_client import call_coordinator
 from elastic.control.run_directory import RunDirectory, run_secret
@@ -22,6 +24,7 @@ from elastic.errors import ControlPlaneUnavailableError
 from peerstore.daemon_process import process_start_time
 from tests.support.agents import stop_agent
 from tests.support.local_nodes import wait_until
+from tests.support.zygote import has_ended
 
 ROOT = Path(__file__).parents[2]
 RANK = ROOT / "tests/e2e/control/rank.py"
@@ -149,7 +152,22 @@ class ElasticRun:
         try:
             return one.wait(200)
         except subprocess.TimeoutExpired:
-            raise AssertionError(f"it did not end\n{self.output()}") from None
+            stacks = self.rank_stacks()
+            raise AssertionError(f"it did not end\n{self.output()}\n{stacks}") from None
+
+    def rank_stacks(self) -> str:
+        """End the ranks that write their stacks at the end, and return the last lines of all ranks."""
+        ended = []
+        for pid in self.pids():
+            with contextlib.suppress(OSError):
+                (caught,) = re.findall(r"^SigCgt:\s*(\w+)$", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
+                if int(caught, 16) >> (STACKS_SIGNAL - 1) & 1:
+                    kill(pid, STACKS_SIGNAL)
+                    ended.append(pid)
+        for pid in ended:
+            has_ended(pid, 20)
+        logs = sorted((self.folder / "logs").glob("*/*.log"))
+        return "\n".join(f"{log}:\n" + "\n".join(log.read_text().splitlines()[-150:]) for log in logs)
 
     # -- nodes --------------------------------------------------------------------------------------------------------
 
