@@ -8,7 +8,7 @@ import secrets
 import shlex
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime, timezone
 from email.utils import parsedate_to_datetime
@@ -56,6 +56,7 @@ from tieredckpt.settings import DurableSettings, Settings, override_settings
 
 FRAMEWORK_CHECKS = "tieredckpt.framework_checks"
 """Entry-point group of functions from a framework's name, settings and environment to findings."""
+FrameworkCheck = Callable[[str, Settings, Mapping[str, str]], list[CheckResult]]
 _TIMEOUT_S = 5.0
 _AGENT_STORE = "agent's uploads"
 _STORE = ("durable tier", "credentials", "clock", _AGENT_STORE)
@@ -170,8 +171,16 @@ def _about_framework(name: str, settings: Settings) -> list[CheckResult]:
         raise click.BadParameter(
             f"there is no framework {name!r}.{did_you_mean(name, checks)} Known: {known}", param_hint="--framework"
         )
-    found: list[CheckResult] = checks[name].load()(name, settings, os.environ)
-    return found
+    point, advice = checks[name], "reinstall or update the package that adds this check"
+    owner = f"{point.dist.name} {point.dist.version}" if point.dist is not None else "a package"
+    try:
+        check: FrameworkCheck = point.load()
+    except Exception as error:  # noqa: BLE001 - from another package's module
+        return [check_failed(name, f"the check of {owner} ({point.value}) cannot be loaded: {error!r}", advice)]
+    try:
+        return check(name, settings, os.environ)
+    except Exception as error:  # noqa: BLE001 - likewise
+        return [check_failed(name, f"the check of {owner} ({point.value}) failed: {error!r}", advice)]
 
 
 def _about_node(settings: Settings) -> list[CheckResult]:

@@ -9,6 +9,7 @@ import pytest
 import elastic.cli
 import tieredckpt.cli
 from tieredckpt.cli.exit_codes import ExitCode
+from tieredckpt.cli.findings import CheckStatus
 
 WORKS = """
 import click
@@ -118,3 +119,19 @@ def test_two_packages_with_the_same_command_are_reported(added, capsys):
     assert "plug_more:greet" in said
     assert "plug_works:greet" in said
     assert "uninstall" in said
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("raise ImportError('of this machine')", "cannot be loaded: ImportError('of this machine')"),
+        ("def check(*_): raise ValueError('of this check')", "failed: ValueError('of this check')"),
+    ],
+    ids=["not loaded", "raises"],
+)
+def test_broken_check_of_a_framework_is_a_finding(added, agent_dir, capsys, text, why):
+    added({"other": "plug_check:check"}, [("plug_check", text)], group="tieredckpt.framework_checks")
+    assert tieredckpt.cli.main(["doctor", "--framework", "other", "--json"]) == ExitCode.FAILED
+    (found,) = [one for one in json.loads(capsys.readouterr().out)["findings"] if one["what"] == "other"]
+    assert found["verdict"] == CheckStatus.FAILED.value
+    assert f"the check of more 1.2 (plug_check:check) {why}" in found["text"]
