@@ -67,6 +67,16 @@ _DAMAGE = (
 _DEVICE_ERRORS = (torch.OutOfMemoryError, getattr(torch, "AcceleratorError", torch.OutOfMemoryError))
 
 
+def read_dcp_metadata(file: IO[bytes], path: object) -> Metadata:
+    """Read a ``.metadata`` file as data; raise :class:`CheckpointDamagedError` for other contents."""
+    try:
+        return load_dcp_metadata(file)
+    except (AttributeError, EOFError, ImportError, LookupError, RecursionError, TypeError, ValueError) as error:
+        raise CheckpointDamagedError(f"{path} cannot be read: {type(error).__name__}: {error}") from error
+    except pickle.UnpicklingError as error:
+        raise CheckpointDamagedError(f"{path} is not DCP metadata: {error}") from error
+
+
 class _SafeFileSystemReader(FileSystemReader):
     """DCP's reader with ``.metadata`` and objects read as data. DCP unpickles both."""
 
@@ -101,13 +111,9 @@ class _SafeFileSystemReader(FileSystemReader):
         path = self.fs.concat_path(self.path, ".metadata" if rank is None else f"__{rank}.metadata")
         try:
             with self.fs.create_stream(path, "rb") as file:
-                found = load_dcp_metadata(cast("IO[bytes]", file))
+                found = read_dcp_metadata(cast("IO[bytes]", file), path)
         except FileNotFoundError as error:
             raise CheckpointDeletedError(f"{path} was deleted before it was read. Load again") from error
-        except (AttributeError, EOFError, ImportError, LookupError, RecursionError, TypeError, ValueError) as error:
-            raise CheckpointDamagedError(f"{path} cannot be read: {type(error).__name__}: {error}") from error
-        except pickle.UnpicklingError as error:
-            raise CheckpointDamagedError(f"{path} is not DCP metadata: {error}") from error
         meta = getattr(found, "storage_meta", None) or StorageMeta()  # older releases wrote none
         meta.load_id = self.load_id
         found.storage_meta = meta

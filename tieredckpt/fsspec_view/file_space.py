@@ -39,8 +39,8 @@ from tieredckpt.errors import CheckpointDamagedError, SaveFailedError, UsageErro
 from tieredckpt.export.step_source import StepSource
 from tieredckpt.format import object_keys
 from tieredckpt.format.manifest import UNKNOWN_PART_COUNT, StateTable
+from tieredckpt.fsspec_view.plain_files import DCP_FILE, DCP_METADATA_NAME
 from tieredckpt.fsspec_view.step_files import (
-    DCP_METADATA_NAME,
     PENDING_SUFFIX,
     SlotFile,
     save_from_files,
@@ -50,7 +50,6 @@ from tieredckpt.location import Location, parse_location
 from tieredckpt.session.session import Session, open_session
 from tieredckpt.settings import Settings, load_settings, override_settings
 
-_DCP_FILE = re.compile(r"__([0-9]{1,6})_([0-9]{1,6})\.distcp")
 _DCP_NAME = re.compile(r"(__[0-9]{1,6}(_[0-9]{1,6}\.distcp|\.metadata)|\.metadata)(\.tmp)?")
 _RANKS = 1024
 _ATTEMPT = "attempt."
@@ -315,7 +314,7 @@ def file_part_number(name: str) -> int:
     """
     if name == DCP_METADATA_NAME:
         return 0
-    match = _DCP_FILE.fullmatch(name)
+    match = DCP_FILE.fullmatch(name)
     rank, number = (int(match[1]), int(match[2])) if match else (_RANKS, 0)
     if rank < _RANKS and number < UNKNOWN_PART_COUNT // _RANKS - 1:
         return 1 + number * _RANKS + rank

@@ -9,12 +9,9 @@ A :class:`~tieredckpt.dcp.tiered_writer.TieredWriter` saves written files as a s
 
 from __future__ import annotations
 
-import bisect
 import contextlib
 import dataclasses
 import io
-import itertools
-import logging
 import os
 import pickle
 import struct
@@ -55,15 +52,15 @@ from tieredckpt.export.export_formats import deferred_tensor
 from tieredckpt.export.step_source import StepSource, without_torch_warnings
 from tieredckpt.format.manifest import ShardMeta, StateTable, encode_meta, encode_table, pack_blob
 from tieredckpt.format.shard_layout import OBJECT_ITEM, ItemEntry, Layout, TensorEntry, encode_layout
+from tieredckpt.fsspec_view.plain_files import DCP_METADATA_NAME, PlainFiles
+from tieredckpt.fsspec_view.segmented_file import READ_BUFFER_BYTES, Segment, SegmentedFile, segment_size
 from tieredckpt.location import Location, parse_location
 from tieredckpt.restore.step_index import ByteRange, StepIndex
 from tieredckpt.session.session import Session, open_session
 from tieredckpt.settings import load_settings
-from tieredckpt.step_inventory import StepInventory, StepStatus
+from tieredckpt.step_inventory import StepInventory
 from tieredckpt.tensors.plain_tensors import dtype_from_name
 from tieredckpt.tensors.safe_objects import load_dcp_metadata
-
-log = logging.getLogger(__name__)
 
 _CACHED_STEPS = 4
 _FRESH_S = 5.0
@@ -71,8 +68,6 @@ _FRESH_S = 5.0
 
 A load opens all files of a step. A new description for each file would take quadratic time.
 """
-_READ_BYTES = 8 << 20
-_Segment = bytes | tuple[int, ByteRange]
 
 
 def save_from_files(writer: TieredWriter, metadata: Metadata, source: StepSource) -> None:
@@ -145,14 +140,14 @@ class StepAsFiles:
     """Files of one step, and the locations of their bytes."""
 
     def __init__(self, step: StepIndex, location: Location) -> None:
-        self._segments: dict[str, list[_Segment]] = {}
+        self._segments: dict[str, list[Segment]] = {}
         sizes: dict[str, int] = {}
         places: dict[MetadataIndex, _StorageInfo] = {}
         heads: dict[tuple[str, tuple[int, ...]], bytes] = {}
 
-        def add(index: MetadataIndex, part: int, *segments: _Segment) -> None:
+        def add(index: MetadataIndex, part: int, *segments: Segment) -> None:
             name = f"__{part}_0.distcp"
-            size = sum(_size(segment) for segment in segments)
+            size = sum(segment_size(segment) for segment in segments)
             places[index] = _StorageInfo(name, sizes.get(name, 0), size)
             sizes[name] = sizes.get(name, 0) + size
             self._segments.setdefault(name, []).extend(segments)
@@ -183,11 +178,8 @@ class StepAsFiles:
         self.saved_ns = max(shard.meta.saved_ns for shard in step.shards.values())
 
     def open(self, name: str, source: StepSource, read: Callable[[], None]) -> io.BufferedReader:
-        """Open a file with verified reads.
-
-        Its close closes ``source`` and, after a successful read, calls ``read``.
-        """
-        return io.BufferedReader(_File(self._segments[name], source, read), _READ_BYTES)
+        """Open a file with verified reads; see :class:`SegmentedFile`."""
+        return io.BufferedReader(SegmentedFile(self._segments[name], source, read), READ_BUFFER_BYTES)
 
 
 def _tensor_metadata(chunks: list[TensorEntry]) -> TensorStorageMetadata:
@@ -209,15 +201,26 @@ class _Seen:
     files: StepAsFiles
 
 
+@dataclasses.dataclass(frozen=True)
+class _PlainSeen:
+    """The last list of a plain checkpoint's files."""
+
+    at: float
+    session: Session
+    files: PlainFiles
+
+
 class JobStepFiles:
-    """Complete steps of one job as files."""
+    """Complete steps of one job as files, plain checkpoints in the durable tier included."""
 
     def __init__(self, job: str) -> None:
         self.job = job
         self._files_by_version: dict[VersionId, StepAsFiles] = {}
         self._seen: dict[VersionId, _Seen] = {}
-        self._loading: dict[int, VersionId] = {}
-        """Attempt of each step whose metadata a load has opened: it must read the data of the same attempt."""
+        self._plain_seen: _PlainSeen | None = None
+        self._loading: dict[int, VersionId | int] = {}
+        """Attempt of each step whose metadata a load has opened: it must read the data of the same attempt.
+        A plain checkpoint has only a number."""
         self._lock = threading.Lock()
 
     @property
@@ -226,30 +229,32 @@ class JobStepFiles:
 
     def steps(self) -> list[int]:
         """Return the steps that a load can choose, oldest first. Steps of other branches are skipped."""
-        choice = self.session.choose_step(self._survey())
-        if choice.plain is not None:
-            log.warning("%s: the plain checkpoint of step %d is newer than the files listed", self.job, choice.plain)
-        return sorted({one.version_id.version for one in choice.loadable})
+        seen = self._survey()
+        loadable = self.session.choose_step(seen).loadable
+        return sorted({*(one.version_id.version for one in loadable), *seen.plain})
 
-    def find(self, step: int) -> StepAsFiles | None:
+    def find(self, step: int) -> StepAsFiles | PlainFiles | None:
         """Return the files of a complete step. ``None``: the step does not exist."""
         try:
-            return self._described(self._chosen_status(step).version_id).files
+            version = self._chosen_version(step)
+            return self._plain_files(version) if isinstance(version, int) else self._described(version).files
         except CheckpointNotFoundError:
             return None
 
-    def open(self, step: int, name: str) -> io.BufferedReader:
+    def open(self, step: int, name: str) -> io.BufferedIOBase:
         """Open one file of a step. After a read by ``dcp.load`` the job continues from this step."""
         ranks = dcp_call_world_size()
-        group = self._group(step, name, loading=ranks is not None)
-        seen = self._described(group, fresh=name == DCP_METADATA_NAME)
+        version, fresh = self._version(step, name, loading=ranks is not None), name == DCP_METADATA_NAME
+        if isinstance(version, int):
+            return self._plain_files(version, fresh=fresh).open(name)
+        seen = self._described(version, fresh=fresh)
         if name not in seen.files.sizes:
             raise FileNotFoundError(f"tiered://{self.job}/step-{step} has no file {name}")
         session = seen.session
 
         def read() -> None:
             if ranks is not None and name != DCP_METADATA_NAME:
-                session.loads.report_restored(group, ranks)
+                session.loads.report_restored(version, ranks)
 
         return seen.files.open(
             name, StepSource(seen.step, session.agent.store, session.durable.open, session.peers), read
@@ -257,34 +262,50 @@ class JobStepFiles:
 
     def remove(self, step: int) -> bool:
         """Delete a step in all tiers and on all nodes. False: it does not exist."""
-        groups = [view.version_id for view in self._survey().views if view.version_id.version == step]
+        seen = self._survey()
+        groups = [view.version_id for view in seen.views if view.version_id.version == step]
         with translated_store_errors(f"step {step} of {self.job} cannot be deleted"):
             if groups:
                 self.session.commits.drop_steps(groups)
-        return bool(groups)
+            if step in seen.plain:
+                self._plain_files(step).delete()
+        return bool(groups) or step in seen.plain
 
-    def _group(self, step: int, name: str, *, loading: bool) -> VersionId:
+    def _version(self, step: int, name: str, *, loading: bool) -> VersionId | int:
         with self._lock:
             known = self._loading.get(step)
         if loading and known is not None and name != DCP_METADATA_NAME:
             return known
-        group = self._chosen_status(step).version_id
+        version = self._chosen_version(step)
         if loading:
             with self._lock:
-                self._loading[step] = group
-        return group
+                self._loading[step] = version
+        return version
 
     def _survey(self) -> StepInventory:
         with translated_store_errors(f"{self.job} cannot be looked up"):
             return self.session.list_steps(fresh=True)
 
-    def _chosen_status(self, step: int) -> StepStatus:
-        """Return the attempt at ``step`` that a load would choose. Raise if none exists."""
-        seen = self._survey()
-        choice = self.session.choose_step(seen, step)
-        if choice.version_id is None:
+    def _chosen_version(self, step: int) -> VersionId | int:
+        """Return the attempt at ``step`` that a load would choose; its number for a plain checkpoint."""
+        choice = self.session.choose_step(self._survey(), step)
+        version = choice.version_id if choice.plain is None else choice.plain
+        if version is None:
             raise choice.error(Location(parse_location(self.job).job, step))
-        return next(view for view in seen.views if view.version_id == choice.version_id)
+        return version
+
+    def _plain_files(self, step: int, *, fresh: bool = True) -> PlainFiles:
+        """Return a plain checkpoint's files. Unless ``fresh``, the list may be ``_FRESH_S`` seconds old."""
+        session = self.session
+        with self._lock:
+            seen = self._plain_seen
+        is_same = seen is not None and seen.session is session and seen.files.step == step
+        if not fresh and seen is not None and is_same and time.monotonic() - seen.at < _FRESH_S:
+            return seen.files
+        seen = _PlainSeen(time.monotonic(), session, PlainFiles(session.durable.open, self.job, step))
+        with self._lock:
+            self._plain_seen = seen
+        return seen.files
 
     def _described(self, group: VersionId, *, fresh: bool = True) -> _Seen:
         """Return the description of a step. Unless ``fresh``, it may be up to ``_FRESH_S`` seconds old."""
@@ -302,63 +323,6 @@ class JobStepFiles:
             while len(self._files_by_version) > _CACHED_STEPS:
                 del self._files_by_version[next(iter(self._files_by_version))]
         return seen
-
-
-class _File(io.RawIOBase):
-    def __init__(self, segments: list[_Segment], source: StepSource, read: Callable[[], None]) -> None:
-        super().__init__()
-        self._segments = segments
-        self._source = source
-        self._read = read
-        self._read_ok = False
-        """Whether the last read succeeded."""
-        self._starts = [0, *itertools.accumulate(map(_size, segments))]
-        self._at = 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._at
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        start = {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._starts[-1]}[whence]
-        if start + offset < 0:
-            raise ValueError(f"position {start + offset}")
-        self._at = start + offset
-        return self._at
-
-    def readinto(self, buffer: object, /) -> int:
-        self._read_ok = False
-        with memoryview(buffer) as view, view.cast("B") as flat:  # type: ignore[arg-type]
-            done = 0
-            number = max(0, bisect.bisect_right(self._starts, self._at) - 1)
-            while done < len(flat) and number < len(self._segments):
-                segment, within = self._segments[number], self._at - self._starts[number]
-                count = min(len(flat) - done, _size(segment) - within)
-                if isinstance(segment, bytes):
-                    flat[done : done + count] = segment[within : within + count]
-                elif count:
-                    part, (start, _) = segment
-                    span = ByteRange(start + within, start + within + count)
-                    self._source.read_into(flat[done : done + count], part, span)
-                done, self._at, number = done + count, self._at + count, number + 1
-        self._read_ok = True
-        return done
-
-    def close(self) -> None:
-        if not self.closed:
-            super().close()
-            self._source.close()
-            if self._read_ok:
-                self._read()
-
-
-def _size(segment: _Segment) -> int:
-    return len(segment) if isinstance(segment, bytes) else segment[1].stop - segment[1].start
 
 
 class _Pickler(pickle.Pickler):
@@ -387,7 +351,6 @@ def _tensor_head(entry: TensorEntry) -> bytes:
     return out.getvalue() + struct.pack("<q", pickler.numel)
 
 
-DCP_METADATA_NAME = ".metadata"
 PENDING_SUFFIX = ".tmp"
 _MAX_GROWTH_BYTES = 1 << 30
 

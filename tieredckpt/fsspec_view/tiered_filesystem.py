@@ -22,6 +22,7 @@ from fsspec.spec import AbstractFileSystem
 
 if TYPE_CHECKING:
     from tieredckpt.fsspec_view.file_space import SideFile, SideFileStore, StepFileSpace, TieredPath
+    from tieredckpt.fsspec_view.plain_files import PlainFiles
     from tieredckpt.fsspec_view.step_files import JobStepFiles, StepAsFiles
 
 log = logging.getLogger(__name__)
@@ -214,7 +215,7 @@ class TieredFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec has 
             raise FileNotFoundError(f"tiered://{target}")
         return [found[name] for name in sorted(found, key=_listing_key)]
 
-    def _step(self, target: TieredPath) -> StepAsFiles | None:
+    def _step(self, target: TieredPath) -> StepAsFiles | PlainFiles | None:
         assert target.step is not None  # noqa: S101 - for the type checker; callers have looked
         return _job(target).steps.find(target.step)
 

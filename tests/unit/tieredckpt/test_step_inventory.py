@@ -179,7 +179,7 @@ def test_all_callers_choose_the_step_of_a_load(inventory: StepInventory) -> None
     assert in_status(session) == step
     assert without_loss(inventory) == step
     assert refused_saves(session) == (newest if (newest := max([step, *tiered])) > 0 else -1)
-    assert listed_files(session) == sorted(set(tiered))
+    assert listed_files(session) == sorted({*tiered, *inventory.plain})
     assert required_by_survivors(session) == next(iter(tiered), -1)
     reported = report_last_stop(session.agent, "job", avoid_after=AVOID_AFTER).newest_complete
     if choice.plain is not None:
