@@ -185,11 +185,6 @@ def domains_lost(
     return _loss(fatal, sorted(set(domain.values())), lost, seed=seed)
 
 
-def mirror_pairs(nodes: int, lost: int) -> float:
-    """Return the closed form for nodes in mirrored pairs: data survives if no pair fails entirely."""
-    return 1 - math.comb(nodes // 2, lost) * 2**lost / math.comb(nodes, lost)
-
-
 def scattered(nodes: int, lost: int, *, copies: int) -> float:
     """Return the mean loss over random placements of each node's ``copies - 1`` other copies."""
     if copies > nodes:

@@ -295,17 +295,6 @@ class SampleSchedule:
         """Return the data epoch of the sample at ``cursor``."""
         return self._settled(cursor) // self.order.samples
 
-    def position_after_steps(self, step: int) -> DataPosition:
-        """Return the position after ``step`` steps of this schedule."""
-        epochs, steps = divmod(step, self.steps_per_epoch) if self.epoch_end != "wrap" else (0, step)
-        return DataPosition(step, self._settled(epochs * self.order.samples + steps * self.global_batch))
-
-    @property
-    def steps_per_epoch(self) -> int:
-        """Number of steps of an epoch that begins with its first sample."""
-        whole, rest = divmod(self.order.samples, self.global_batch)
-        return whole + (rest > 0 and self.epoch_end != "drop")
-
     def remaining_in_epoch(self, cursor: int, epoch: int) -> tuple[int, int]:
         """Return the rest before ``epoch`` begins: steps with a whole batch, and samples of a short one."""
         left = epoch * self.order.samples - self._settled(cursor)

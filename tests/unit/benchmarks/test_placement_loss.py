@@ -15,7 +15,6 @@ from benchmarks.placement_loss import (
     as_markdown,
     domains_lost,
     main,
-    mirror_pairs,
     nodes_lost,
     scattered,
     scattered_domains,
@@ -67,6 +66,11 @@ def test_any_fatal_sets_are_counted(fatal, lost):
     cases = itertools.combinations(range(10), lost)
     harmless = sum(not any(members <= set(case) for members in fatal) for case in cases)
     assert placement_loss.harmless(frozenset(fatal), 10, lost) == harmless
+
+
+def mirror_pairs(nodes, lost):
+    """Return the closed form for nodes in mirrored pairs: data survives if no pair fails entirely."""
+    return 1 - math.comb(nodes // 2, lost) * 2**lost / math.comb(nodes, lost)
 
 
 @pytest.mark.parametrize("lost", [0, 1, 2, 3, 8, 16, 64, 65])

@@ -5,6 +5,7 @@ import pytest
 
 from elastic.samples.sample_audit import SampleAudit, SampleLog, sample_sum, verify_sample_logs
 from elastic.samples.sample_schedule import SampleOrder, SampleSchedule
+from tests.support.batch_shares import position_after
 
 COURSE = SampleSchedule(SampleOrder(10, 3), 4)
 DROPPING = SampleSchedule(SampleOrder(10, 3), 4, "drop")
@@ -12,7 +13,7 @@ DROPPING = SampleSchedule(SampleOrder(10, 3), 4, "drop")
 
 def batch(step, course=COURSE):
     """Return the epochs and indices of a step."""
-    stretch = course.batch_at(course.position_after_steps(step).cursor)
+    stretch = course.batch_at(position_after(course, step).cursor)
     order = course.order
     return order.epochs(stretch.first, stretch.size), order.indices(stretch.first, stretch.size)
 
@@ -29,7 +30,7 @@ def full(steps, course=COURSE):
 )
 @pytest.mark.parametrize("steps", [0, 1, 2, 3, 7])
 def test_a_job_without_faults_is_in_order(course, steps):
-    assert full(steps, course).verify(course, course.position_after_steps(steps).cursor) == []
+    assert full(steps, course).verify(course, position_after(course, steps).cursor) == []
 
 
 def test_a_sum_is_of_a_set():
@@ -48,16 +49,16 @@ def test_ranks_add_up():
     total = SampleAudit()
     for ledger in ranks:
         total.merge(SampleAudit.from_state(json.loads(json.dumps(ledger.state()))))
-    assert total.verify(COURSE, COURSE.position_after_steps(5).cursor) == []
+    assert total.verify(COURSE, position_after(COURSE, 5).cursor) == []
     total.merge(ranks[1])
-    assert total.verify(COURSE, COURSE.position_after_steps(5).cursor) == [
+    assert total.verify(COURSE, position_after(COURSE, 5).cursor) == [
         "epoch 0: samples used are 13 of 10",
         "epoch 1: samples used are 12 of 10",
     ]
 
 
 def test_a_gap_a_repeat_and_a_wrong_sample_are_seen():
-    cursor = COURSE.position_after_steps(2).cursor
+    cursor = position_after(COURSE, 2).cursor
     assert full(1).verify(COURSE, cursor) == ["epoch 0: samples used are 4 of 8"]
     assert full(3).verify(COURSE, cursor) == ["epoch 0: samples used are 10 of 8", "epoch 1: samples used are 2 of 0"]
     wrong = full(2)
@@ -69,10 +70,10 @@ def test_a_gap_a_repeat_and_a_wrong_sample_are_seen():
 def test_audit_drops_rewound_steps_and_replaces_repeated_ones():
     ledger = full(7)
     ledger.rewind(3)
-    assert ledger.verify(COURSE, COURSE.position_after_steps(3).cursor) == []
+    assert ledger.verify(COURSE, position_after(COURSE, 3).cursor) == []
     ledger.record(2, *batch(2))
     ledger.record(3, *batch(3))
-    assert ledger.verify(COURSE, COURSE.position_after_steps(4).cursor) == []
+    assert ledger.verify(COURSE, position_after(COURSE, 4).cursor) == []
 
 
 def test_a_restored_audit_rewinds():
@@ -80,7 +81,7 @@ def test_a_restored_audit_rewinds():
     again = SampleAudit.from_state(ledger.state())
     assert again.state() == ledger.state()
     again.rewind(5)
-    assert again.verify(COURSE, COURSE.position_after_steps(5).cursor) == []
+    assert again.verify(COURSE, position_after(COURSE, 5).cursor) == []
 
 
 @pytest.fixture
@@ -104,11 +105,11 @@ def journals(tmp_path):
 
 def test_journals_of_a_job_with_a_fault_are_in_order(journals):
     for steps in range(6):
-        assert verify_sample_logs(journals, COURSE, steps, COURSE.position_after_steps(steps).cursor) == []
+        assert verify_sample_logs(journals, COURSE, steps, position_after(COURSE, steps).cursor) == []
 
 
 def test_sample_logs_report_repeated_missing_and_early_samples(journals):
-    cursor = COURSE.position_after_steps(5).cursor
+    cursor = position_after(COURSE, 5).cursor
     with SampleLog(journals[0]) as journal:
         epochs, indices = batch(0)
         journal.record(2, 4, epochs[:1], indices[:1])
@@ -116,7 +117,7 @@ def test_sample_logs_report_repeated_missing_and_early_samples(journals):
         f"sample {indices[0]} of epoch 0 was used 2 times, at steps [0, 4]"
     ]
     assert verify_sample_logs(journals[:2], COURSE, 5, cursor)[0].endswith("was never used")
-    undue = verify_sample_logs(journals, COURSE, 4, COURSE.position_after_steps(3).cursor)
+    undue = verify_sample_logs(journals, COURSE, 4, position_after(COURSE, 3).cursor)
     assert len(undue) == 4
     assert all("was used at step 3, and is not due yet" in words for words in undue)
 
@@ -124,4 +125,4 @@ def test_sample_logs_report_repeated_missing_and_early_samples(journals):
 def test_incomplete_line_is_ignored(journals):
     with journals[1].open("ab") as file:
         file.write(b'{"world": 9, "step": 0, "epo')
-    assert verify_sample_logs(journals, COURSE, 5, COURSE.position_after_steps(5).cursor) == []
+    assert verify_sample_logs(journals, COURSE, 5, position_after(COURSE, 5).cursor) == []

@@ -11,7 +11,7 @@ from elastic.samples.sample_schedule import (
     SampleOrder,
     SampleSchedule,
 )
-from tests.support.batch_shares import even_share
+from tests.support.batch_shares import even_share, position_after
 
 
 @st.composite
@@ -45,11 +45,6 @@ def test_epoch_end_positions(epoch_end, steps):
 
 
 @given(courses(), st.integers(0, 50))
-def test_the_place_of_a_step_needs_no_walking(course, steps):
-    assert course.position_after_steps(steps) == walked(course, steps)[1]
-
-
-@given(courses(), st.integers(0, 50))
 def test_consumed_samples_match_the_steps(course, steps):
     taken, place = walked(course, steps)
     positions = [position for batch in taken for position in batch]
@@ -66,14 +61,14 @@ def test_consumed_samples_match_the_steps(course, steps):
 
 @given(courses(), st.integers(0, 50))
 def test_remaining_samples_of_an_epoch(course, steps):
-    cursor = course.position_after_steps(steps).cursor
+    cursor = position_after(course, steps).cursor
     epoch = course.epoch_at(cursor)
     sizes = []
     while course.epoch_at(cursor) == epoch:
         batch = course.batch_at(cursor)
         sizes.append(batch.size)
         cursor = batch.end_cursor
-    whole, short = course.remaining_in_epoch(course.position_after_steps(steps).cursor, epoch + 1)
+    whole, short = course.remaining_in_epoch(position_after(course, steps).cursor, epoch + 1)
     assert sizes == [course.global_batch] * whole + [short] * bool(short)
     assert course.remaining_in_epoch(cursor, epoch + 1) == (0, 0)
 
@@ -96,7 +91,7 @@ def test_impossible_courses_are_refused(batch, epoch_end, words):
 
 @given(courses(), st.integers(0, 50))
 def test_a_place_is_found_again(course, steps):
-    place = course.position_after_steps(steps)
+    place = position_after(course, steps)
     assert course.position_from_state(course.to_state(place)) == place
 
 

@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader
 from elastic.errors import CursorError, PolicyError, StepOrderError
 from elastic.samples import DataPosition, ElasticDataLoader, ElasticSampler, SampleOrder
 from elastic.samples.sampler import StatefulMicrobatchSampler
-from tests.support.batch_shares import even_share
+from tests.support.batch_shares import even_share, position_after
 
 pytestmark = [
     pytest.mark.slow,
@@ -56,7 +56,7 @@ def test_all_ranks_together_have_every_sample_once():
 @given(st.integers(1, 30), st.integers(1, 12), st.integers(1, 5), st.integers(0, 9), st.sampled_from(["wrap", "short"]))
 def test_sampler_lengths_are_known_in_advance(samples, batch, microbatch, step, epoch_end):
     mine = ElasticSampler(samples, even_share(batch, microbatch), seed=1, epoch_end=epoch_end)
-    mine.set_share(mine.share, mine.schedule.position_after_steps(step))
+    mine.set_share(mine.share, position_after(mine.schedule, step))
     batches = list(mine.batches())
     assert (len(mine), len(mine.batches())) == (sum(map(len, batches)), len(batches))
     mine.set_share(mine.share)
