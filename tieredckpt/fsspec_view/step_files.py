@@ -229,7 +229,7 @@ class JobStepFiles:
 
     def steps(self) -> list[int]:
         """Return the steps that a load can choose, oldest first. Steps of other branches are skipped."""
-        seen = self._survey()
+        seen = self._usable_steps()
         loadable = self.session.choose_step(seen).loadable
         return sorted({*(one.version_id.version for one in loadable), *seen.plain})
 
@@ -286,9 +286,14 @@ class JobStepFiles:
         with translated_store_errors(f"{self.job} cannot be looked up"):
             return self.session.list_steps(fresh=True)
 
+    def _usable_steps(self) -> StepInventory:
+        """Return the steps that a load sees: only plain checkpoints while the package is disabled."""
+        seen = self._survey()
+        return seen if self.session.settings.enabled else StepInventory((), seen.unreachable, seen.plain)
+
     def _chosen_version(self, step: int) -> VersionId | int:
         """Return the attempt at ``step`` that a load would choose; its number for a plain checkpoint."""
-        choice = self.session.choose_step(self._survey(), step)
+        choice = self.session.choose_step(self._usable_steps(), step)
         version = choice.version_id if choice.plain is None else choice.plain
         if version is None:
             raise choice.error(Location(parse_location(self.job).job, step))

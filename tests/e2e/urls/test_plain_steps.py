@@ -107,6 +107,15 @@ def test_step_with_both_kinds_has_the_files_that_a_restore_reads(folder):
     assert restored_step() == 5
 
 
+def test_disabled_package_shows_only_plain_steps(folder, monkeypatch):
+    save_plain(5, of=100)
+    save_tiered(5, 9)
+    monkeypatch.setenv("TIEREDCKPT_ENABLED", "0")
+    assert fsspec.filesystem("tiered").ls("tiered://job", detail=False) == ["job/step-5"]
+    assert_loads(5, 105)
+    assert restored_step() == 5
+
+
 def test_side_files_lie_in_the_folder_of_a_plain_step(folder):
     save_plain(7)
     fs = fsspec.filesystem("tiered")
