@@ -27,7 +27,6 @@ from peerstore.sizes_and_durations import parse_size, show_seconds, show_size
 from peerstore.suggestions import did_you_mean
 from peerstore.transport.unix import connect_to_agent
 from tieredckpt.agent.agent_client import NodeAgentClient, file_system_type
-from tieredckpt.agent.agent_http import UNIX
 from tieredckpt.cli.command_output import CommandOutput, literal, text_table
 from tieredckpt.cli.common_options import pass_output, settings_from_options, tier_options, with_exit_code_help
 from tieredckpt.cli.exit_codes import ExitCode
@@ -52,6 +51,7 @@ from tieredckpt.errors import (
     TieredCheckpointError,
     TierUnavailableError,
 )
+from tieredckpt.http_server import UNIX
 from tieredckpt.settings import DurableSettings, Settings, override_settings
 
 FRAMEWORK_CHECKS = "tieredckpt.framework_checks"

@@ -48,8 +48,8 @@ from peerstore.settings import JobPeersConfig, ReplicationSettings
 from peerstore.store.arena import FileMapping
 from peerstore.store.node_store import NodeStore
 from peerstore.transport.authentication import check_private_key, read_secret
-from tieredckpt.agent.agent_http import HTTP_REQUEST_TIMEOUT_S, HttpHandler, HttpServer, browser_refusal
 from tieredckpt.errors import TieredCheckpointError, UsageError
+from tieredckpt.http_server import HTTP_REQUEST_TIMEOUT_S, HttpHandler, HttpServer, browser_refusal
 from tieredckpt.memory_service_options import (
     MEMORY_SERVICE_JOB,
     MEMORY_SERVICE_TOKEN_FILE,

@@ -24,7 +24,6 @@ from peerstore.shard_records import MAX_EPOCH_LEAD
 from peerstore.transport.authentication import TlsFiles
 from tests.support.memory_servers import our_server, our_service, request
 from tests.support.tls import node_files
-from tieredckpt.agent.agent_http import is_public_hostname
 from tieredckpt.agent.agent_methods import ConfigureRequest
 from tieredckpt.agent.agent_operations import agent_operations
 from tieredckpt.agent.agent_service import NodeAgentService
@@ -36,6 +35,7 @@ from tieredckpt.errors import CheckpointDamagedError, SettingsError, UsageError
 from tieredckpt.format import object_keys
 from tieredckpt.format.shard_layout import check_nested_paths
 from tieredckpt.goodput.html_report import charts
+from tieredckpt.http_server import is_public_hostname
 from tieredckpt.memory_service_options import MemoryServiceOptions
 from tieredckpt.settings import DurableSettings
 
