@@ -100,6 +100,8 @@ class CoordinatorSpec(msgspec.Struct, frozen=True, tag="coordinator"):
     """The step that the first world restores."""
     holders: StepHolders = NO_STEP_HOLDERS
     """Nodes whose agents have the newest step of an earlier run, or may have it."""
+    http: tuple[str, int] | None = None
+    """Host and port of the page. ``None``: no page."""
     verbose: int = 0
 
 
@@ -174,7 +176,8 @@ def run_coordinator(task: CoordinatorSpec, secret: bytes) -> JobEnd:
     from elastic.coordinator.coordinator import Coordinator, can_write_epoch
     from elastic.coordinator.job_snapshot import CoordinatorSettings
     from elastic.coordinator.job_status import EVENT_LOG_NAME
-    from tieredckpt.event_log import EventLogWriter, event_log_from_environ
+    from elastic.coordinator.status_server import StatusServer
+    from tieredckpt.event_log import EVENT_LOG_ENV, EventLogWriter, event_log_from_environ
 
     raise_open_file_limit()
     settings = CoordinatorSettings(
@@ -195,6 +198,7 @@ def run_coordinator(task: CoordinatorSpec, secret: bytes) -> JobEnd:
     if epoch_file is not None and not can_write_epoch(epoch_file):
         epoch_file = None
     event_log = EventLogWriter(task.event_log, name=EVENT_LOG_NAME) if task.event_log else event_log_from_environ()
+    event_directory = task.event_log or os.environ.get(EVENT_LOG_ENV, "")
     coordinator = Coordinator(
         settings,
         secret,
@@ -207,6 +211,7 @@ def run_coordinator(task: CoordinatorSpec, secret: bytes) -> JobEnd:
         since_term=task.since_term,
         stands_by=task.stands_by,
         farewell_s=task.farewell_s,
+        status_server=None if task.http is None else StatusServer(task.job, task.http, event_directory),
     )
     handle_signals({signal.SIGTERM: coordinator.request_stop, signal.SIGINT: coordinator.request_stop})
     log.info("the coordinator of job %s listens on %s", task.job, coordinator.address)

@@ -262,7 +262,7 @@ HttpResources = Mapping[str, Callable[[], HttpReply]]
 def http_bind_address(setting: str, address: str, forms: str = "HOST:PORT nor off") -> tuple[str, int]:
     """Return host and port of ``HOST:PORT``, with the loopback host if none is named."""
     host, _, port = address.rpartition(":")
-    if not (port.isascii() and port.isdigit()):
+    if not (port.isascii() and port.isdigit() and int(port) < 1 << 16):
         raise UsageError(f"{setting}: {address!r} is neither {forms}")
     return host.strip("[]") or "127.0.0.1", int(port)
 

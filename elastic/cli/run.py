@@ -63,6 +63,7 @@ from peerstore.store.slot_metadata import jobs_in_directory
 from tieredckpt.cli.exit_codes import ExitCode, exit_code_for
 from tieredckpt.errors import UsageError
 from tieredckpt.event_log import EVENT_LOG_ENV
+from tieredckpt.http_server import http_bind_address
 from tieredckpt.location import parse_step
 from tieredckpt.settings import load_settings, run_directory
 
@@ -71,6 +72,15 @@ log = logging.getLogger(__name__)
 _GRACE_S = 30.0
 _RESOLVE_S = 120.0
 _LOCAL = "127.0.0.1:0"
+
+_http_option = click.option(
+    "--http",
+    default="off",
+    show_default=True,
+    metavar="HOST:PORT|off",
+    help="Serve a read-only page and /status on this address while the coordinator leads. With port 0 it picks a port "
+    "and logs it.",
+)
 
 
 @click.command(
@@ -133,6 +143,7 @@ _LOCAL = "127.0.0.1:0"
     is_flag=True,
     help="Requeue the Slurm job after SIGUSR1, or if its first node is lost.",
 )
+@_http_option
 @click.option(
     "--log-dir", type=click.Path(path_type=Path), help="Directory of the ranks' log files. [default: elastic-logs/JOB]"
 )
@@ -161,6 +172,7 @@ def run_command(screen: ElasticScreen, /, script: str, args: tuple[str, ...], **
     variables need only the secret. Options override both. Slurm's signals stop the job, SIGUSR1 included.
     """
     _check_agent_settings(options)
+    _page_address(options["http"])
     if options["coordinator_here"] and is_leader_url(options["coordinator"]):
         raise PolicyError("--coordinator-here needs --coordinator HOST:PORT, where the other machines find it")
     if options["requeue"] and options["resume_from"]:
@@ -282,6 +294,7 @@ def join_command(screen: ElasticScreen, /, job: str | None, node: str, **options
     metavar="URL",
     help="Wait as a standby, and lead if no other coordinator does. URL as in `elastic run --coordinator URL`.",
 )
+@_http_option
 @click.option("-v", "--verbose", count=True, help="Log the coordinator's decisions and their reasons.")
 @pass_elastic_screen
 def coordinator_command(
@@ -314,6 +327,7 @@ def coordinator_command(
         hang=settings.hang_limits(options["hang_timeout"], options["first_step_timeout"]),
         leadership=options["leadership"],
         stands_by=True,
+        http=_page_address(options["http"]),
     )
     end = run_coordinator(task, known)
     while end.over is ExitReason.DISMISSED:  # another one leads
@@ -478,6 +492,7 @@ def _coordinator_spec(
         local_nodes=len(_node_names(options)),
         join_command=join_command,
         requested_step=_requested_step(options),
+        http=_page_address(options["http"]),
         verbose=options["verbose"],
     )
 
@@ -538,8 +553,13 @@ def _standby_coordinator(record: LocalRun, options: dict[str, Any], host: str) -
         event_log=record.event_log,
         leadership=record.coordinator,
         requested_step=_requested_step(options),
+        http=_page_address(options["http"]),
         verbose=options["verbose"],
     )
+
+
+def _page_address(http: str) -> tuple[str, int] | None:
+    return None if http == "off" else http_bind_address("--http", http)
 
 
 def _check_leader_record(url: str) -> None:

@@ -43,6 +43,7 @@ from elastic.coordinator.desired_state import node_desired, why_refused
 from elastic.coordinator.job_snapshot import CoordinatorSettings, JobSnapshot
 from elastic.coordinator.job_status import WorldEventRecorder
 from elastic.coordinator.node_reports import LastCommittedStep
+from elastic.coordinator.status_server import StatusServer
 from elastic.coordinator.world_reconciler import WorldReconciler
 from elastic.errors import PolicyError
 from elastic.world import world_state as act
@@ -66,6 +67,7 @@ _ABSENT_S = 1.0
 The nodes were not silent then.
 """
 _REPORT_MISSING_S = 60.0
+_PUBLISH_EVERY_S = 0.5
 _SEND_S = 10.0
 _GREETING_S = 10.0
 _ANSWER_S = 20.0
@@ -92,12 +94,14 @@ class Coordinator:
         candidate: str = "",
         since_term: int = 0,
         stands_by: bool = False,
+        status_server: StatusServer | None = None,
         clock: Callable[[], float] = since_boot,
     ) -> None:
         """With ``leadership``, lead only while that record names ``candidate`` as the leader.
 
         With ``stands_by``, wait while another candidate leads. See
-        :class:`~elastic.control.leader_election.LeaderElector`.
+        :class:`~elastic.control.leader_election.LeaderElector`. ``status_server`` serves the status while
+        this coordinator leads.
         """
         if settings.policy.max_replicas > MAX_NODES:
             raise PolicyError(
@@ -130,6 +134,9 @@ class Coordinator:
         self._encoded_world: tuple[WorldSpec, msgspec.Raw] | None = None
         self._report_missing_s = 0.0
         """Time of the next message about nodes that the first world waits for."""
+        self._status_server = status_server
+        self._publish_s = 0.0
+        """Time of the next status for that page."""
         self._ending = threading.Event()
         self._listener = TcpTransport(timeout_s=_SEND_S, most=MAX_NODES).listen(listen, self._serve)
         self.address = self._listener.address
@@ -153,6 +160,8 @@ class Coordinator:
                 if (end := self._why_never_leader(self._elector)) is not None:
                     self.close()
                     return end
+                if self._status_server is not None:
+                    self._status_server.publish(None)
                 self._ending.wait(_WAIT_S)
                 continue
             self._run_once()
@@ -214,6 +223,8 @@ class Coordinator:
         self._run_inbox()
         self._connections.close(self._clock())
         self._nodes.clear()
+        if self._status_server is not None:
+            self._status_server.close()
         if self._elector is not None:
             self._elector.close()
 
@@ -234,6 +245,7 @@ class Coordinator:
         self.reconciler.reconcile(now)
         self.reconciler.tick(now)
         self._report_missing_nodes(now)
+        self._publish_status(now)
         if not self._persist_epoch():
             return
         self._send_desired({*self.reconciler.nodes_to_notify(), *self._delayed}, now)
@@ -243,6 +255,11 @@ class Coordinator:
         if missing and now >= self._report_missing_s:
             self._report_missing_s = now + _REPORT_MISSING_S
             log.warning("%s", missing)
+
+    def _publish_status(self, now: float) -> None:
+        if self._status_server is not None and now >= self._publish_s:
+            self._publish_s = now + _PUBLISH_EVERY_S
+            self._status_server.publish(job_status.elastic_job_status(self.snapshot, now))
 
     def _send_desired(self, nodes: Iterable[str], now: float) -> None:
         self._delayed, snapshot = set(), self.snapshot

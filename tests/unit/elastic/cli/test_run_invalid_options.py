@@ -96,6 +96,8 @@ def test_numbers_of_nodes_that_cannot_be(refused, nodes):
         (("--grow-after", "nan"), "scaling_timeout_s is nan"),
         (("--max-restarts", -1), "job_max_retry_count is -1"),
         (("--coordinator-here",), "--coordinator-here needs --coordinator HOST:PORT"),
+        (("--http", "localhost"), "--http: 'localhost' is neither HOST:PORT nor off"),
+        (("--http", "localhost:70000"), "--http: 'localhost:70000' is neither HOST:PORT nor off"),
         (("--coordinator", "h:1"), "several machines need a secret they all know"),
     ],
 )

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import re
-from html.parser import HTMLParser
-
 import pytest
 
 from peerstore.shard_records import (
@@ -16,35 +13,13 @@ from peerstore.shard_records import (
     StoreStatus,
     VersionId,
 )
+from tests.support.page_text import PageText
 from tieredckpt.agent.agent_api import DrainStatus, ProtectionStatus
 from tieredckpt.agent.live_page import JobOnNode, live_page
 
 NOW_NS = 1_800_000_000_000_000_000
 INCARNATION = "0123456789abcdef"
 HOSTILE = "<script>alert('x')</script>\x00&\ud800"
-
-
-class Text(HTMLParser):
-    """The visible words of a page, and its elements."""
-
-    def __init__(self, page):
-        super().__init__()
-        self.words, self.names, self.attributes = [], [], []
-        self._styling = False
-        self.feed(page)
-
-    def handle_starttag(self, tag, attrs):
-        self.names.append(tag)
-        self.attributes += attrs
-        self._styling = tag == "style"
-
-    def handle_data(self, data):
-        if not self._styling:
-            self.words.append(data)
-
-    @property
-    def text(self):
-        return re.sub(r"\s+", " ", " ".join(self.words))
 
 
 def group(step):
@@ -78,7 +53,7 @@ def job(**changes):
 def page_of(*jobs, damage=(), node="n1"):
     arena = ArenaStatus(64 << 20, 16 << 20, 4 << 20, 4, 1, 1, 0)
     store = StoreStatus(arena, tuple(one.status for one in jobs), tuple(damage), {}, 0)
-    return Text(live_page(node, "tieredckpt 1.2.3", store, jobs, NOW_NS))
+    return PageText(live_page(node, "tieredckpt 1.2.3", store, jobs, NOW_NS))
 
 
 def test_page_has_the_steps_with_their_copies_and_uploads():
