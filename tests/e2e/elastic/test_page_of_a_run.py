@@ -86,7 +86,7 @@ def test_page_shows_the_world_and_the_recovery_from_a_killed_rank(job):
 
     page = wait_until(recovered, "the page shows the recovery with its time", 60)
     assert "The median recovery took" in page
-    assert "detect" in page
+    assert "hydrate" in page
     assert json.loads(get(address, "/status"))["epoch"] == 1
     limit.write_text(str(TOTAL))
     assert job.wait_ended(running) == 0, job.output()
