@@ -62,6 +62,8 @@ class WorldHistory:
         self._stages: deque[StageEvent] = deque(maxlen=_MOST_STAGES)
         self._steps: dict[int, list[StepEvent]] = {}
         """First and last steps of the newest worlds."""
+        self._changes: list[WorldChange] | None = None
+        """The result for these events, until an event changes it."""
 
     def add(self, event: LogEvent) -> None:
         """Add an event of the log. The coordinator's events of a run come before those of its ranks."""
@@ -71,26 +73,36 @@ class WorldHistory:
             self._add_step(event)
         elif isinstance(event, StageEvent):
             self._stages.append(event)
+            self._changes = None
         elif isinstance(event, ProcessBegan | ProcessEnded):
             if event.who != COORDINATOR_ROLE:
                 return
             if isinstance(event, ProcessBegan) and not event.again:
                 self._clear(event.at)
             self._decisions.append(event)
+            self._changes = None
         elif isinstance(event, WorldFormed | FaultEvent | FaultInjected | StopRequested):
             self._decisions.append(event)
+            self._changes = None
 
     def _add_step(self, event: StepEvent) -> None:
         steps = self._steps.setdefault(event.epoch, [])
         steps.append(event)
-        if len(steps) > 1 + _LAST_STEPS:
+        if len(steps) > 1 + _LAST_STEPS:  # later steps of a world that trains change nothing
             steps.sort(key=lambda one: one.began)
             del steps[1]
+        else:
+            self._changes = None
         while len(self._steps) > _MOST_WORLDS:
             del self._steps[min(self._steps)]
 
     def changes(self) -> list[WorldChange]:
         """Return the changes of world in order of time."""
+        if self._changes is None:
+            self._changes = self._analysed()
+        return self._changes
+
+    def _analysed(self) -> list[WorldChange]:
         worlds = {one.epoch: one for one in self._decisions if isinstance(one, WorldFormed)}
         faults = [one for one in self._decisions if isinstance(one, FaultEvent)]
         steps = [one for of_world in self._steps.values() for one in of_world]

@@ -94,3 +94,15 @@ def test_memory_is_bounded_in_a_long_run():
     assert len(long._steps) <= 64
     assert all(len(steps) <= 4 for steps in long._steps.values())
     assert long.changes()[-1].epoch == 1999
+
+
+def test_later_step_of_a_world_is_not_analysed_again():
+    one = history(started())
+    before = one.changes()
+    for event in EventLogBuilder().steps(10, 50, at=12).events:
+        one.add(event)
+    assert one.changes() is before
+    for event in EventLogBuilder().fault(70).world_formed(71, epoch=1).steps(60, 1, at=75, epoch=1).events:
+        one.add(event)
+    *_, recovery = one.changes()
+    assert recovery.seconds == pytest.approx(5)
