@@ -103,7 +103,7 @@ def _world(status: ElasticJobStatus) -> Markup:
         tile("world", f"epoch {status.epoch}" if status.epoch >= 0 else "none yet"),
         tile("ranks", str(placed * status.nproc), size),
         tile("step reached", _step(status.step), "by every rank"),
-        tile("sealed step", _step(status.sealed), "by every rank"),
+        tile("sealed step", _step(status.sealed), "by every rank") if status.sealed >= 0 else None,
         tile("target size", count_text(status.target_nodes, "node"), f"of the next world{limit}"),
         tile("restarts", str(status.restarts), look="warn" if status.restarts else ""),
     )
@@ -167,7 +167,7 @@ def _recoveries(changes: Sequence[WorldChange] | None) -> Markup:
         "recoveries",
         title,
         html_table(
-            ("time", "change", "ranks", "message", "until the next step", "stages"),
+            ("time", "change", "ranks", "until the next step", "stages", "message"),
             (_row(change, slowest_s) for change in shown),
             right=("until the next step",),
         ),
@@ -182,10 +182,10 @@ def _row(change: WorldChange, slowest_s: float) -> Iterator[MarkupPart]:
     yield f"{change.how}, epoch {change.epoch}" if change.epoch is not None else "no world yet"
     before, after = change.ranks_before, change.ranks
     yield f"{before} to {after}" if before and change.epoch is not None else str(before or after)
-    yield _causes(change)
     unknown = "-" if change.epoch is not None else "not yet"
     yield unknown if change.seconds is None else duration_text(change.seconds)
     yield _bar(change, slowest_s)
+    yield _causes(change)
 
 
 def _bar(change: WorldChange, slowest_s: float) -> Markup | None:
