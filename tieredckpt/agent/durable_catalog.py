@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 from peerstore.shard_records import VersionId
 from tieredckpt.durable.object_store import ObjectExistsError, ObjectInfo, ObjectNotFoundError, ObjectStore
+from tieredckpt.durable.plain_objects import list_plain_steps
 from tieredckpt.errors import (
     CheckpointDamagedError,
     DurableRefusedError,
@@ -149,11 +150,8 @@ class DurableCatalog:
         bad = {entry.version_id for entry in entries if entry.quarantine}
         kept = {entry.version_id for entry in entries if entry.keep}
         found = {entry.version_id: entry for entry in entries if not (entry.quarantine or entry.keep)}
-        objects = self.store.list(object_keys.plain_prefix(self._job), patience_s=_PATIENCE_S)
-        plain = {object_keys.parse_plain_key(info.name, self._job) for info in objects} - {None}
-        return CatalogListing(
-            found, frozenset(bad), tuple(sorted(step for step in plain if step is not None)), frozenset(kept)
-        )
+        plain = list_plain_steps(self.store, self._job, patience_s=_PATIENCE_S)
+        return CatalogListing(found, frozenset(bad), tuple(plain), frozenset(kept))
 
     def manifest(self, group: VersionId) -> Manifest:
         """Return a step's manifest, from the cache if possible."""

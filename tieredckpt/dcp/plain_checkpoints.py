@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 from torch.futures import Future
 
 from peerstore.optional_packages import optional_imports
+from tieredckpt.durable.plain_objects import list_plain_steps
 from tieredckpt.durable.retrying_store import open_store
 from tieredckpt.errors import CheckpointDamagedError, CheckpointDeletedError, UsageError
 from tieredckpt.format import object_keys
@@ -33,7 +34,19 @@ def plain_writer(durable: DurableSettings, job: str, step: int) -> StorageWriter
     from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter
 
     options: dict[str, Any] = dict(durable.options)
-    return FsspecWriter(f"{durable.url.rstrip('/')}/{object_keys.plain_prefix(job, step)}", **options)
+    return FsspecWriter(_folder_url(durable, job, step), **options)
+
+
+def plain_folder(durable: DurableSettings, job: str, step: int) -> tuple[Any, str]:
+    """Return the file system and folder in which :func:`plain_writer` writes a step."""
+    import fsspec
+
+    path = _directory(durable.url)
+    if path is not None:
+        return fsspec.filesystem("file"), str(path / object_keys.plain_prefix(job, step))
+    _require_fsspec(durable.url)
+    files, folder = fsspec.url_to_fs(_folder_url(durable, job, step), **durable.options)
+    return files, str(folder)
 
 
 def plain_reader(durable: DurableSettings, job: str, step: int, *, trust_objects: bool = False) -> StorageReader:
@@ -47,7 +60,7 @@ def plain_reader(durable: DurableSettings, job: str, step: int, *, trust_objects
     class Reader(_SafeFileSystemReader, FsspecReader):  # fsspec is optional
         pass
 
-    found = Reader(f"{durable.url.rstrip('/')}/{object_keys.plain_prefix(job, step)}", **durable.options)
+    found = Reader(_folder_url(durable, job, step), **durable.options)
     found.trust_objects = trust_objects
     return found
 
@@ -161,10 +174,13 @@ def plain_steps(durable: DurableSettings, job: str) -> list[int]:
     """Return the steps with a complete plain checkpoint, in order."""
     store = open_store(durable.url, durable)
     try:
-        found = (object_keys.parse_plain_key(info.name, job) for info in store.list(object_keys.plain_prefix(job)))
-        return sorted({step for step in found if step is not None})
+        return list_plain_steps(store, job)
     finally:
         store.close()
+
+
+def _folder_url(durable: DurableSettings, job: str, step: int) -> str:
+    return f"{durable.url.rstrip('/')}/{object_keys.plain_prefix(job, step)}"
 
 
 def _directory(url: str) -> Path | None:

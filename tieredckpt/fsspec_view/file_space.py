@@ -27,7 +27,7 @@ import msgspec
 import xxhash
 from torch.distributed.checkpoint.metadata import Metadata
 
-from peerstore.client.store_api import Store
+from peerstore.client.store_api import Blobs
 from peerstore.daemon_process import process_identity
 from peerstore.errors import ShardNotFoundError
 from peerstore.message_codec import from_msgpack
@@ -35,13 +35,13 @@ from peerstore.shard_records import ShardKey, VersionId, clock_ms
 from peerstore.sizes_and_durations import show_size
 from tieredckpt.dcp.tiered_writer import TieredWriter
 from tieredckpt.durable.object_store import ObjectNotFoundError, ObjectStore
+from tieredckpt.durable.plain_objects import DCP_FILE, DCP_METADATA_NAME
 from tieredckpt.errors import CheckpointDamagedError, SaveFailedError, UsageError
 from tieredckpt.export.step_source import StepSource
 from tieredckpt.format import object_keys
 from tieredckpt.format.manifest import UNKNOWN_PART_COUNT, StateTable
-from tieredckpt.fsspec_view.plain_files import DCP_FILE, DCP_METADATA_NAME
+from tieredckpt.fsspec_view.plain_files import PENDING_SUFFIX, DurableAccess, is_rank_metadata, rank_metadata_error
 from tieredckpt.fsspec_view.step_files import (
-    PENDING_SUFFIX,
     SlotFile,
     save_from_files,
     translated_store_errors,
@@ -119,7 +119,7 @@ class StepFileSpace:
         saving = TieredWriter(self.job, step, settings=self.settings)
         with translated_store_errors(f"step {step} of {self.job} cannot be begun"):
             trainer = multiprocessing.parent_process()
-            if trainer is not None and trainer.pid is not None and self.settings.enabled:
+            if trainer is not None and trainer.pid is not None:
                 saving.session.loads.follow_trainer(
                     process_identity(trainer.pid)
                 )  # DCP's background process saves for the trainer
@@ -189,11 +189,8 @@ class StepFileSpace:
             writer = self._open.get((step, name))
         if writer is None:
             raise FileNotFoundError(f"tiered://{self.job}/step-{step}/{name} is not a file this process has written")
-        if final != DCP_METADATA_NAME and final.endswith(DCP_METADATA_NAME):
-            raise UsageError(
-                f"{final}: metadata per rank (use_collectives=False) is not kept as files; write it with "
-                "TieredWriter or after tieredckpt.enable_urls()"
-            )
+        if is_rank_metadata(final):
+            raise rank_metadata_error(final)
         metadata = None
         try:
             if final == DCP_METADATA_NAME:
@@ -345,6 +342,7 @@ class SideFileStore:
 
     def __init__(self, job: str) -> None:
         self.job = job
+        self._access = DurableAccess(job)
 
     def write(self, path: str, data: bytes, *, folder: bool = False) -> None:
         entry = SideFile(path, time.time_ns(), len(data), folder)
@@ -362,7 +360,7 @@ class SideFileStore:
                 if durable is not None:
                     durable.put(object_keys.side_file_key(self.job, name), content)
                 else:
-                    self._store.blobs.put(self.job, name, content)
+                    self._session.agent.store.blobs.put(self.job, name, content)
 
     def find(self, path: str) -> SideFile | None:
         data = self._get(f"{_ENTRY}{_encode_path(path)}")
@@ -379,8 +377,9 @@ class SideFileStore:
         """Return the paths of all side files and folders below ``folder``, at any depth. Empty: below the job."""
         prefix = _ENTRY + (_encode_path(f"{folder}/") if folder else "")
         with translated_store_errors(f"the files of {self.job} cannot be listed"):
-            found = {name for name in self._store.blobs.list_names(self.job) if name.startswith(prefix)}
-            durable = self._durable()
+            memory, durable = self._memory(), self._durable()
+            known = () if memory is None else memory.list_names(self.job)
+            found = {name for name in known if name.startswith(prefix)}
             if durable is not None:
                 found |= {
                     info.name.rpartition("/")[2] for info in durable.list(object_keys.side_file_key(self.job, prefix))
@@ -393,11 +392,12 @@ class SideFileStore:
             return False
         both = [f"{_ENTRY}{_encode_path(path)}", f"{_DATA}{_encode_path(path)}"]
         with translated_store_errors(f"{path} of {self.job} cannot be removed"):
-            durable = self._durable()
+            memory, durable = self._memory(), self._durable()
             if durable is not None:
                 durable.delete([object_keys.side_file_key(self.job, name) for name in both])
-            for name in both:
-                self._store.blobs.remove(self.job, name)
+            if memory is not None:
+                for name in both:
+                    memory.remove(self.job, name)
         return True
 
     def _remove_stale_files(self, path: str) -> None:
@@ -426,22 +426,22 @@ class SideFileStore:
     def _session(self) -> Session:
         return open_session(self.job, load_settings())
 
-    @property
-    def _store(self) -> Store:
-        return self._session.agent.store
-
     def _durable(self) -> ObjectStore | None:
-        session = self._session
-        return session.durable.open() if session.settings.durable.url else None
+        return self._access.open() if load_settings().durable.url else None
+
+    def _memory(self) -> Blobs | None:
+        """Return the files in this node's memory; ``None`` while the package is disabled."""
+        return self._session.agent.store.blobs if load_settings().enabled else None
 
     def _get(self, name: str) -> bytes | None:
         with translated_store_errors(f"{self.job} cannot be looked up"):
-            durable = self._durable()
+            memory, durable = self._memory(), self._durable()
             if durable is not None:
                 with contextlib.suppress(ObjectNotFoundError):
                     return durable.get(object_keys.side_file_key(self.job, name))
-            with contextlib.suppress(ShardNotFoundError):  # also files from before a durable tier was configured
-                return self._store.blobs.get(self.job, name)
+            if memory is not None:
+                with contextlib.suppress(ShardNotFoundError):  # also files from before a durable tier was configured
+                    return memory.get(self.job, name)
         return None
 
 

@@ -38,8 +38,11 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 from peerstore.errors import ArenaBusyError, PeerStoreError, UnavailableError
 from peerstore.shard_records import Lease, VersionId
 from tieredckpt.agent.agent_api import LAYOUT_BLOB_PREFIX, TABLE_BLOB_PREFIX
+from tieredckpt.dcp.plain_checkpoints import plain_steps
 from tieredckpt.dcp.rank_group import dcp_call_world_size
 from tieredckpt.dcp.tiered_writer import TieredWriter, dcp_storage_meta
+from tieredckpt.durable.object_store import ObjectStore
+from tieredckpt.durable.plain_objects import DCP_METADATA_NAME, delete_plain_checkpoint
 from tieredckpt.errors import (
     CheckpointNotFoundError,
     SaveFailedError,
@@ -52,13 +55,13 @@ from tieredckpt.export.export_formats import deferred_tensor
 from tieredckpt.export.step_source import StepSource, without_torch_warnings
 from tieredckpt.format.manifest import ShardMeta, StateTable, encode_meta, encode_table, pack_blob
 from tieredckpt.format.shard_layout import OBJECT_ITEM, ItemEntry, Layout, TensorEntry, encode_layout
-from tieredckpt.fsspec_view.plain_files import DCP_METADATA_NAME, PlainFiles
+from tieredckpt.fsspec_view.plain_files import PENDING_SUFFIX, DurableAccess, PlainFiles
 from tieredckpt.fsspec_view.segmented_file import READ_BUFFER_BYTES, Segment, SegmentedFile, segment_size
 from tieredckpt.location import Location, parse_location
 from tieredckpt.restore.step_index import ByteRange, StepIndex
 from tieredckpt.session.session import Session, open_session
 from tieredckpt.settings import load_settings
-from tieredckpt.step_inventory import StepInventory
+from tieredckpt.step_inventory import LoadChoice, StepInventory
 from tieredckpt.tensors.plain_tensors import dtype_from_name
 from tieredckpt.tensors.safe_objects import load_dcp_metadata
 
@@ -206,7 +209,7 @@ class _PlainSeen:
     """The last list of a plain checkpoint's files."""
 
     at: float
-    session: Session
+    store: ObjectStore
     files: PlainFiles
 
 
@@ -215,6 +218,7 @@ class JobStepFiles:
 
     def __init__(self, job: str) -> None:
         self.job = job
+        self._durable = DurableAccess(job)
         self._files_by_version: dict[VersionId, StepAsFiles] = {}
         self._seen: dict[VersionId, _Seen] = {}
         self._plain_seen: _PlainSeen | None = None
@@ -229,8 +233,8 @@ class JobStepFiles:
 
     def steps(self) -> list[int]:
         """Return the steps that a load can choose, oldest first. Steps of other branches are skipped."""
-        seen = self._usable_steps()
-        loadable = self.session.choose_step(seen).loadable
+        seen = self._survey()
+        loadable = self._choose(seen).loadable
         return sorted({*(one.version_id.version for one in loadable), *seen.plain})
 
     def find(self, step: int) -> StepAsFiles | PlainFiles | None:
@@ -261,14 +265,14 @@ class JobStepFiles:
         )
 
     def remove(self, step: int) -> bool:
-        """Delete a step in all tiers and on all nodes. False: it does not exist."""
+        """Delete a step in all tiers and on all nodes, as far as it is listed. False: it does not exist."""
         seen = self._survey()
         groups = [view.version_id for view in seen.views if view.version_id.version == step]
         with translated_store_errors(f"step {step} of {self.job} cannot be deleted"):
+            if step in seen.plain:
+                delete_plain_checkpoint(self._durable.open(), self.job, step)
             if groups:
                 self.session.commits.drop_steps(groups)
-            if step in seen.plain:
-                self._plain_files(step).delete()
         return bool(groups) or step in seen.plain
 
     def _version(self, step: int, name: str, *, loading: bool) -> VersionId | int:
@@ -283,17 +287,19 @@ class JobStepFiles:
         return version
 
     def _survey(self) -> StepInventory:
+        """Return the steps that a load sees: only plain checkpoints while the package is disabled."""
+        settings = load_settings()
+        if not settings.enabled:
+            return StepInventory((), plain=tuple(plain_steps(settings.durable, self.job)))
         with translated_store_errors(f"{self.job} cannot be looked up"):
             return self.session.list_steps(fresh=True)
 
-    def _usable_steps(self) -> StepInventory:
-        """Return the steps that a load sees: only plain checkpoints while the package is disabled."""
-        seen = self._survey()
-        return seen if self.session.settings.enabled else StepInventory((), seen.unreachable, seen.plain)
+    def _choose(self, seen: StepInventory, step: int | None = None) -> LoadChoice:
+        return seen.choose(step, avoid_after=load_settings().memory.avoid_after_crashed_loads)
 
     def _chosen_version(self, step: int) -> VersionId | int:
         """Return the attempt at ``step`` that a load would choose; its number for a plain checkpoint."""
-        choice = self.session.choose_step(self._usable_steps(), step)
+        choice = self._choose(self._survey(), step)
         version = choice.version_id if choice.plain is None else choice.plain
         if version is None:
             raise choice.error(Location(parse_location(self.job).job, step))
@@ -301,13 +307,13 @@ class JobStepFiles:
 
     def _plain_files(self, step: int, *, fresh: bool = True) -> PlainFiles:
         """Return a plain checkpoint's files. Unless ``fresh``, the list may be ``_FRESH_S`` seconds old."""
-        session = self.session
+        store = self._durable.open()
         with self._lock:
             seen = self._plain_seen
-        is_same = seen is not None and seen.session is session and seen.files.step == step
+        is_same = seen is not None and seen.store is store and seen.files.step == step
         if not fresh and seen is not None and is_same and time.monotonic() - seen.at < _FRESH_S:
             return seen.files
-        seen = _PlainSeen(time.monotonic(), session, PlainFiles(session.durable.open, self.job, step))
+        seen = _PlainSeen(time.monotonic(), store, PlainFiles(self._durable.open, self.job, step))
         with self._lock:
             self._plain_seen = seen
         return seen.files
@@ -356,7 +362,6 @@ def _tensor_head(entry: TensorEntry) -> bytes:
     return out.getvalue() + struct.pack("<q", pickler.numel)
 
 
-PENDING_SUFFIX = ".tmp"
 _MAX_GROWTH_BYTES = 1 << 30
 
 

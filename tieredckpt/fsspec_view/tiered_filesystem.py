@@ -22,7 +22,7 @@ from fsspec.spec import AbstractFileSystem
 
 if TYPE_CHECKING:
     from tieredckpt.fsspec_view.file_space import SideFile, SideFileStore, StepFileSpace, TieredPath
-    from tieredckpt.fsspec_view.plain_files import PlainFiles
+    from tieredckpt.fsspec_view.plain_files import PlainFiles, PlainFileSpace
     from tieredckpt.fsspec_view.step_files import JobStepFiles, StepAsFiles
 
 log = logging.getLogger(__name__)
@@ -39,9 +39,17 @@ class _JobFiles:
     fsspec creates a file system per thread, and a save may use several.
     """
 
-    writing: StepFileSpace
+    tiered: StepFileSpace
+    plain: PlainFileSpace
     steps: JobStepFiles
     others: SideFileStore
+
+    @property
+    def writing(self) -> StepFileSpace | PlainFileSpace:
+        """Files of steps that this process writes: of plain checkpoints while the package is disabled."""
+        from tieredckpt.settings import load_settings
+
+        return self.tiered if load_settings().enabled else self.plain
 
 
 class TieredFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec has no types
@@ -297,6 +305,7 @@ def _side_file(job: str, entry: SideFile) -> dict[str, Any]:
 
 def _job(target: TieredPath) -> _JobFiles:
     from tieredckpt.fsspec_view.file_space import SideFileStore, StepFileSpace
+    from tieredckpt.fsspec_view.plain_files import PlainFileSpace
     from tieredckpt.fsspec_view.step_files import JobStepFiles
 
     name = (os.getpid(), target.job)
@@ -304,6 +313,7 @@ def _job(target: TieredPath) -> _JobFiles:
         found = _jobs.get(name)
         if found is None:
             found = _jobs[name] = _JobFiles(
-                StepFileSpace(target.job), JobStepFiles(target.job), SideFileStore(target.job)
+                *(StepFileSpace(target.job), PlainFileSpace(target.job)),
+                *(JobStepFiles(target.job), SideFileStore(target.job)),
             )
         return found

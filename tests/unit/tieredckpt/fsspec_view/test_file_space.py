@@ -4,10 +4,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tieredckpt.durable.plain_objects import DCP_METADATA_NAME
 from tieredckpt.errors import UsageError
 from tieredckpt.format.manifest import UNKNOWN_PART_COUNT
 from tieredckpt.fsspec_view.file_space import file_part_number, parse_tiered_path
-from tieredckpt.fsspec_view.plain_files import DCP_METADATA_NAME
 from tieredckpt.fsspec_view.step_files import one_file_layout
 
 
