@@ -242,6 +242,10 @@ class StepInventory(msgspec.Struct, frozen=True):
                 newer.append(slot)
         return dataclasses.replace(choice, unreadable=_unreadable_error(newer) if newer else None)
 
+    def plain_at(self, location: Location) -> list[int]:
+        """Return the steps of the plain checkpoints at ``location``. They belong to no epoch."""
+        return [step for step in self.plain if location.step in (None, step) and location.epoch is None]
+
     def merge(self, other: StepInventory) -> StepInventory:
         """Return the union of two inventories of one job."""
         views = {view.version_id: view for view in self.views}

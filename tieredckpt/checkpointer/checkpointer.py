@@ -47,6 +47,8 @@ from tieredckpt.checkpointer.save_queue import SaveQueue
 from tieredckpt.dcp.plain_checkpoints import plain_steps
 from tieredckpt.dcp.rank_group import RankGroup, unwrap_save_error
 from tieredckpt.dcp.restore_report import RestoreReport
+from tieredckpt.durable.plain_objects import delete_plain_checkpoint
+from tieredckpt.durable.retrying_store import open_store
 from tieredckpt.errors import (
     JobTakenOverError,
     StoreBusyError,
@@ -61,6 +63,7 @@ from tieredckpt.location import check_step, parse_location
 from tieredckpt.resolve_step import Candidate
 from tieredckpt.session.session import Session, open_session, session_if_open
 from tieredckpt.settings import Settings, load_settings, override_settings
+from tieredckpt.step_inventory import StepInventory
 from tieredckpt.tensors.device import accelerator
 from tieredckpt.tensors.state_dict import (
     StateDict,
@@ -526,7 +529,7 @@ class Checkpointer:
         self._check_open()
         if not self.settings.enabled:
             found = plain_steps(self.settings.durable, self._location.job)
-            return [StepInfo(step, ("durable",), is_complete=True) for step in found]
+            return step_infos(StepInventory((), plain=tuple(found)))
         return step_infos(self.session.list_steps(fresh=True))
 
     def loadable_versions(self) -> tuple[Candidate, ...]:
@@ -541,24 +544,28 @@ class Checkpointer:
     def drop(self, step: int) -> bool:
         """Drop ``step`` in every tier and on every node, even if retained; return whether any of it existed.
 
+        Its plain checkpoint is deleted too. While the package is disabled, only that is deleted.
+
         One rank calls this, and more may. :class:`TierUnavailableError` names nodes that did not answer and may still
         have the step. :class:`UsageError` is raised if steps of an abandoned branch would become the newest ones.
         """
         self._check_open()
         check_step(step)
-        if not self.settings.enabled:
-            raise UsageError("drop() gives up steps in memory and their durable copies, not plain checkpoints")
         job = self._location.job
+        if not self.settings.enabled:
+            with contextlib.closing(open_store(self.settings.durable.url, self.settings.durable)) as store:
+                return delete_plain_checkpoint(store, job, step)
         self._queue.finish_last(wait_s=self.settings.memory.wait_s)
         try:
             session = self.session
-            views = session.list_steps(fresh=True).views
-            groups = [view.version_id for view in views if view.version_id.version == step]
+            seen = session.list_steps(fresh=True)
+            groups = [view.version_id for view in seen.views if view.version_id.version == step]
             if groups:
                 session.commits.drop_steps(groups)
         except PeerStoreError as error:
             raise TierUnavailableError(f"step {step} of {job}: {error}") from error
-        return bool(groups)
+        is_plain = step in seen.plain and delete_plain_checkpoint(session.durable.open(), job, step)
+        return bool(groups) or is_plain
 
     def _check_open(self) -> None:
         if self._closed:

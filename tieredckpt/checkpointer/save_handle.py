@@ -217,7 +217,7 @@ class StepInfo:
 
 def step_infos(inventory: StepInventory) -> list[StepInfo]:
     """Return the steps of an inventory, oldest first."""
-    lines = []
+    lines = [StepInfo(step, ("durable",), is_complete=True) for step in inventory.plain]
     for view in inventory.views:
         tiers = {tier.value for where in view.found.values() for tier in where}
         if view.durable:

@@ -173,7 +173,7 @@ def _steps(screen: CommandOutput, client: TierClient, location: Location) -> Exi
     with screen.spinner(f"looking for steps of {location.job}"):
         survey = client.survey(location.job)
         lines = step_rows(client, location, survey)
-    plain = [step for step in survey.plain if location.step in (None, step) and location.epoch is None]
+    plain = survey.plain_at(location)
     if not lines and not plain:
         raise client.not_found_error(location, survey)
     now = time.time_ns()

@@ -25,6 +25,7 @@ from tieredckpt.cli.common_options import (
 from tieredckpt.cli.exit_codes import ExitCode
 from tieredckpt.cli.gc import stored_size_bytes
 from tieredckpt.cli.tier_client import TierClient, open_tier_client
+from tieredckpt.durable.plain_objects import delete_plain_checkpoint, list_plain_files
 from tieredckpt.errors import CheckpointNotFoundError, TierUnavailableError, UsageError
 from tieredckpt.location import Location, parse_location
 from tieredckpt.resolve_step import Tier
@@ -67,9 +68,10 @@ def rm_command(
 ) -> ExitCode:
     """Delete STEP of JOB (or JOB/step-N) from all nodes and the durable tier.
 
-    Without STEP, deletes all steps, but never while processes of JOB run on this node. Deletes every attempt at a step,
-    STEP@EPOCH those of one run. Pinned steps are kept unless --pinned is given. With --tier durable, an agent that
-    restarts may upload a step again that it has in memory.
+    Without STEP, deletes all steps, but never while processes of JOB run on this node. Deletes every attempt at a step
+    and its plain checkpoint, STEP@EPOCH only the attempts of one run. Plain checkpoints are in the durable tier. Pinned
+    steps are kept unless --pinned is given. With --tier durable, an agent that restarts may upload a step again that it
+    has in memory.
 
     Exit code 5: a node or the store did not answer and may still have the step.
     """
@@ -78,7 +80,7 @@ def rm_command(
         location = parse_job_and_step(target, step, epoch)
     with open_tier_client(settings_from_options(agent_dir, durable, target)) as client:
         survey = client.survey(location.job)
-        views = _attempts_in(client, location, survey, tier)
+        views, plain = _steps_in(client, location, survey, tier)
         why = client.agent_error
         if why and not force and not dry_run:
             raise TierUnavailableError(
@@ -89,9 +91,11 @@ def rm_command(
             _require_stopped(client, location.job)
         keep = [] if pinned else [view for view in views if view.kept]
         views = [view for view in views if view not in keep]
-        if not views or (keep and location.step is not None):
+        pinned_steps = sorted({view.version_id.version for view in keep})
+        plain = [one for one in plain if one not in pinned_steps]
+        if not (views or plain) or (keep and location.step is not None):
             raise UsageError(_all_pinned(location, keep))
-        deletion = Deletion(location, tier, views, sorted({view.version_id.version for view in keep}))
+        deletion = Deletion(location, tier, views, plain, pinned_steps)
         sizes = deletion.sizes(client)
         description = deletion.describe(sizes)
         if not dry_run:
@@ -109,11 +113,13 @@ def rm_command(
 
 @dataclass(frozen=True)
 class Deletion:
-    """Attempts that one command deletes, and the pinned steps that it skips."""
+    """Attempts and plain checkpoints that one command deletes, and the pinned steps that it skips."""
 
     location: Location
     tier: str
     views: Sequence[StepStatus]
+    plain: Sequence[int]
+    """Steps whose plain checkpoint is deleted, in order."""
     pinned: Sequence[int]
 
     @property
@@ -126,31 +132,42 @@ class Deletion:
         if self.tier != "durable" and any(map(_in_memory, self.views)):
             found["memory"] = sum(view.size_bytes for view in self.views if _in_memory(view))
         stored = [view.version_id for view in self.views if view.durable]
-        if self.tier != "memory" and stored:
-            catalog = client.catalog(self.location.job)
-            found["durable"] = sum(stored_size_bytes(catalog, group) for group in stored)
+        if self.tier != "memory" and (stored or self.plain):
+            catalog, job = client.catalog(self.location.job), self.location.job
+            sizes = [stored_size_bytes(catalog, group) for group in stored]
+            sizes += [
+                info.size_bytes for step in self.plain for info in list_plain_files(catalog.store, job, step).values()
+            ]
+            found["durable"] = sum(sizes)
         return found
 
     def describe(self, sizes: dict[str, int]) -> str:
-        what, steps = str(self.location), self.steps
+        what, steps = str(self.location), sorted({*self.steps, *self.plain})
         if self.location.step is None:
-            first = f"{steps[0]} to {steps[-1]}" if len(steps) > 1 else str(steps[0])
             every = "" if self.pinned else "all "
-            what = f"{every}{pluralized(len(steps), 'step')} of job {self.location.job!r} ({first})"
+            what = f"{every}{pluralized(len(steps), 'step')} of job {self.location.job!r} ({_span(steps)})"
+            if self.plain and not self.views:
+                what += ", all plain checkpoints,"
+            elif self.plain:
+                what += f" with {pluralized(len(self.plain), 'plain checkpoint')} ({_span(self.plain)})"
+        elif self.plain:
+            what = f"{what} with its plain checkpoint" if self.views else f"the plain checkpoint {what}"
         places = " and ".join(f"{tier} ({show_size(size)})" for tier, size in sizes.items())
         left = f", without the pinned {', '.join(map(str, self.pinned))}" if self.pinned else ""
         return f"{what}{left} from {places}"
 
     def run(self, client: TierClient, survey: StepInventory) -> None:
         job, groups = self.location.job, [view.version_id for view in self.views]
-        if self.tier != "durable":
+        if groups and self.tier != "durable":
             client.delete_attempts(job, groups, durable=self.tier == "all")
-            return
-        candidates = [view.candidate for view in survey.views]
-        require_no_revival(job, candidates, [view.version_id for view in self.views if not _in_memory(view)])
-        catalog = client.catalog(job)
-        for group in groups:
-            delete_step(catalog, job, group)
+        elif groups:
+            candidates = [view.candidate for view in survey.views]
+            require_no_revival(job, candidates, [view.version_id for view in self.views if not _in_memory(view)])
+            catalog = client.catalog(job)
+            for group in groups:
+                delete_step(catalog, job, group)
+        for step in self.plain:
+            delete_plain_checkpoint(client.catalog(job).store, job, step)
 
     def as_json(self) -> dict[str, Any]:
         return {
@@ -158,6 +175,7 @@ class Deletion:
             "step": self.location.step,
             "tier": self.tier,
             "steps": self.steps,
+            "plain_steps": list(self.plain),
             "attempts": len(self.views),
             "pinned": list(self.pinned),
         }
@@ -167,19 +185,29 @@ def _in_memory(view: StepStatus) -> bool:
     return any(tier is not Tier.DURABLE for tiers in view.found.values() for tier in tiers)
 
 
-def _attempts_in(client: TierClient, location: Location, survey: StepInventory, tier: str) -> list[StepStatus]:
+def _span(steps: Sequence[int]) -> str:
+    return f"{steps[0]} to {steps[-1]}" if len(steps) > 1 else str(steps[0])
+
+
+def _steps_in(
+    client: TierClient, location: Location, survey: StepInventory, tier: str
+) -> tuple[list[StepStatus], list[int]]:
+    """Return the attempts in ``tier``, and the steps of the plain checkpoints there."""
+    plain = [] if tier == "memory" else survey.plain_at(location)
+    if plain and not any(location.includes(view.version_id) for view in survey.views):
+        return [], plain
     views = client.attempts_at(location, survey)
     if tier == "all":
-        return views
+        return views, plain
     if tier == "memory" and Tier.DURABLE in survey.unreachable:
         raise TierUnavailableError(
             f"whether {location} is in the durable tier is unknown, so its copies in memory may be the only ones: "
             f"{survey.unreachable[Tier.DURABLE]}"
         )
     found = [view for view in views if (_in_memory(view) if tier == "memory" else view.durable)]
-    if not found:
+    if not (found or plain):
         raise CheckpointNotFoundError(f"the {tier} tier has no step of {location}")
-    return found
+    return found, plain
 
 
 def _all_pinned(location: Location, keep: Sequence[StepStatus]) -> str:

@@ -26,10 +26,15 @@ def list_plain_files(store: ObjectStore, job: str, step: int) -> dict[str, Objec
     return {name: info for name, info in found.items() if name == DCP_METADATA_NAME or DCP_FILE.fullmatch(name)}
 
 
-def delete_plain_checkpoint(store: ObjectStore, job: str, step: int) -> None:
-    """Delete a plain checkpoint. Without ``.metadata``, which is deleted first, the step does not exist."""
+def delete_plain_checkpoint(store: ObjectStore, job: str, step: int) -> bool:
+    """Delete a plain checkpoint. False: it does not exist, or is incomplete.
+
+    ``.metadata`` is deleted first, because a step without it does not exist.
+    """
     files = list_plain_files(store, job, step)
     metadata = files.pop(DCP_METADATA_NAME, None)
-    if metadata is not None:
-        store.delete([metadata.name])
+    if metadata is None:
+        return False
+    store.delete([metadata.name])
     store.delete([info.name for info in files.values()])
+    return True

@@ -269,10 +269,10 @@ class JobStepFiles:
         seen = self._survey()
         groups = [view.version_id for view in seen.views if view.version_id.version == step]
         with translated_store_errors(f"step {step} of {self.job} cannot be deleted"):
-            if step in seen.plain:
-                delete_plain_checkpoint(self._durable.open(), self.job, step)
             if groups:
                 self.session.commits.drop_steps(groups)
+            if step in seen.plain:
+                delete_plain_checkpoint(self._durable.open(), self.job, step)
         return bool(groups) or step in seen.plain
 
     def _version(self, step: int, name: str, *, loading: bool) -> VersionId | int:

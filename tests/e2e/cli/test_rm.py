@@ -1,7 +1,11 @@
 """``tieredckpt rm``: one step or a whole job, in one tier or in all."""
 
+from dataclasses import replace
+
 import pytest
 
+from tests.support.jobs import CheckpointJob, state_at
+from tieredckpt import Checkpointer
 from tieredckpt.session.session import close_sessions
 
 pytestmark = [pytest.mark.filterwarnings("ignore:torch.distributed is disabled"), pytest.mark.e2e]
@@ -130,3 +134,111 @@ def test_rm_of_the_durable_tier_leaves_the_steps_in_memory(cli, job, tmp_path):
     said = cli("rm", "llama", "--tier", "durable", "--yes")
     assert said.code == 3
     assert "the durable tier has no step of tiered://llama" in said.err
+
+
+def save_plain(job, *steps):
+    """Save plain checkpoints, with the package disabled."""
+    settings = replace(job.settings, enabled=False)
+    with Checkpointer(f"tiered://{job.name}", settings=settings, on_sigterm="ignore") as ckpt:
+        for step in steps:
+            assert ckpt.save(state_at(step), step, durable=True).ok
+
+
+def plain_bytes(tmp_path, *steps):
+    folders = [tmp_path / "durable" / "llama" / f"step-{step}" for step in steps]
+    return sum(path.stat().st_size for folder in folders for path in folder.iterdir())
+
+
+def test_rm_deletes_the_plain_checkpoint_of_a_step(cli, job, tmp_path):
+    save_plain(job, 3, 5)
+    folder = tmp_path / "durable" / "llama" / "step-5"
+    (folder / "notes.txt").write_text("written by another program")
+    size = plain_bytes(tmp_path, 5) - (folder / "notes.txt").stat().st_size
+    said = cli("rm", "llama", 5)
+    assert said.code == 2
+    assert "delete the plain checkpoint tiered://llama/step-5 from durable (" in said.err
+    said = cli("rm", "llama", 5, "--dry-run")
+    assert "would delete the plain checkpoint tiered://llama/step-5 from durable (" in said.out
+    assert cli("ls", "llama", "--json").json["plain_steps"] == [3, 5]
+    said = cli("rm", "llama", 5, "--yes", "--json")
+    assert said.code == 0, said.err
+    assert said.json["steps"] == []
+    assert said.json["plain_steps"] == [5]
+    assert said.json["attempts"] == 0
+    assert said.json["deleted_from"] == ["durable"]
+    assert said.json["bytes"] == {"memory": 0, "durable": size}
+    assert [path.name for path in folder.iterdir()] == ["notes.txt"]
+    assert cli("rm", "llama", 5, "--yes").code == 3
+    job.assert_restores(3, tiers={"memory"})
+
+
+def test_rm_deletes_both_kinds_of_a_step(cli, job, tmp_path):
+    save_plain(job, 3)
+    said = cli("rm", "llama/step-3", "--dry-run", "--json")
+    assert (said.json["steps"], said.json["plain_steps"]) == ([3], [3])
+    said = cli("rm", "llama/step-3", "--yes")
+    assert said.code == 0, said.err
+    assert "deleted tiered://llama/step-3 with its plain checkpoint from memory (" in said.out
+    assert cli("ls", "llama", "--json").json["plain_steps"] == []
+    assert list(listed_steps(cli)) == [1, 2]
+    job.assert_restores(2, tiers={"memory"})
+
+
+def test_rm_of_a_job_deletes_its_plain_checkpoints(cli, job, tmp_path):
+    save_plain(job, 4, 6)
+    close_sessions()
+    said = cli("rm", "llama")
+    assert "delete all 5 steps of job 'llama' (1 to 6) with 2 plain checkpoints (4 to 6) from memory (" in said.err
+    said = cli("rm", "llama", "--yes", "--json")
+    assert said.code == 0, said.err
+    assert (said.json["steps"], said.json["plain_steps"]) == ([1, 2, 3], [4, 6])
+    assert cli("ls", "llama").code == 3
+    assert cli("ls", "llama", "--durable", job.settings.durable.url).code == 3
+
+
+def test_rm_of_a_job_with_only_plain_checkpoints(cli, agent_dir, durable):
+    job = CheckpointJob(agent_dir, durable, "llama")
+    save_plain(job, 4, 6)
+    assert not agent_dir.exists()
+    rm = ("rm", "llama", "-y", "--durable", durable.url)
+    assert cli(*rm).code == 5
+    said = cli(*rm, "--force")
+    assert said.code == 0, said.err
+    assert "deleted all 2 steps of job 'llama' (4 to 6), all plain checkpoints, from durable (" in said.out
+    assert cli("ls", "llama", "--durable", durable.url).code == 3
+
+
+def test_rm_of_the_memory_tier_keeps_plain_checkpoints(cli, job):
+    save_plain(job, 3, 4)
+    close_sessions()
+    assert cli("rm", "llama", 4, "--tier", "memory", "--yes").code == 3
+    said = cli("rm", "llama", "--tier", "memory", "--yes", "--json")
+    assert said.json["plain_steps"] == []
+    assert cli("ls", "llama", "--json").json["plain_steps"] == [3, 4]
+    said = cli("rm", "llama", "--tier", "durable", "--yes", "--json")
+    assert said.code == 0, said.err
+    assert (said.json["steps"], said.json["plain_steps"]) == ([1, 2, 3], [3, 4])
+    assert cli("ls", "llama", "--durable", job.settings.durable.url).code == 3
+
+
+def test_rm_keeps_the_plain_checkpoint_of_a_pinned_step(cli, job):
+    save_plain(job, 3, 4)
+    close_sessions()
+    assert cli("pin", "llama/step-3").code == 0
+    assert cli("rm", "llama", 3, "--yes").code == 2
+    said = cli("rm", "llama", "--yes", "--json")
+    assert said.code == 0, said.err
+    assert (said.json["steps"], said.json["plain_steps"], said.json["pinned"]) == ([1, 2], [4], [3])
+    assert cli("ls", "llama", "--json").json["plain_steps"] == [3]
+    close_sessions()
+    assert cli("rm", "llama", "--yes", "--pinned").code == 0
+    assert cli("ls", "llama").code == 3
+
+
+def test_rm_of_an_epoch_keeps_plain_checkpoints(cli, job):
+    save_plain(job, 3)
+    epoch = listed_steps(cli)[3]["epoch"]
+    said = cli("rm", f"llama/step-3@{epoch}", "--yes", "--json")
+    assert said.code == 0, said.err
+    assert said.json["plain_steps"] == []
+    assert cli("ls", "llama", "--json").json["plain_steps"] == [3]

@@ -11,6 +11,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from tests.support.bits import assert_same_bits, zeros_like_state
 from tests.support.jobs import state_at
 from tieredckpt import CheckpointDamagedError, Checkpointer
+from tieredckpt.errors import UsageError
 from tieredckpt.session.session import close_sessions
 
 pytestmark = [
@@ -140,6 +141,48 @@ def test_removal_of_a_step_deletes_both_kinds_and_no_other_file(folder):
     with pytest.raises(FileNotFoundError):
         fs.rm("tiered://job/step-6", recursive=True)
     assert restored_step() == -1
+
+
+def test_drop_deletes_both_kinds_and_no_other_file(folder):
+    save_plain(5)
+    save_tiered(5)
+    save_plain(6)
+    (folder / "step-5" / "notes.txt").write_text("written by another program")
+    with Checkpointer("tiered://job", on_sigterm="ignore") as ckpt:
+        assert ckpt.drop(5)
+        assert not ckpt.drop(5)
+        assert [path.name for path in (folder / "step-5").iterdir()] == ["notes.txt"]
+        assert [one.step for one in ckpt.steps()] == [6]
+        assert ckpt.drop(6)
+        assert ckpt.steps() == []
+    assert restored_step() == -1
+
+
+def test_drop_while_disabled_deletes_only_the_plain_checkpoint(folder, monkeypatch):
+    save_plain(5, of=100)
+    save_tiered(5)
+    monkeypatch.setenv("TIEREDCKPT_ENABLED", "0")
+    with Checkpointer("tiered://job", on_sigterm="ignore") as ckpt:
+        assert [one.step for one in ckpt.steps()] == [5]
+        assert ckpt.drop(5)
+        assert not ckpt.drop(5)
+        assert ckpt.steps() == []
+    monkeypatch.delenv("TIEREDCKPT_ENABLED")
+    assert_loads(5)
+
+
+def test_refused_drop_keeps_the_plain_checkpoint(folder):
+    save_tiered(10, 20)
+    save_plain(11)
+    with Checkpointer("tiered://job", on_sigterm="ignore") as ckpt:
+        ckpt.restore(zeros_like_state(state_at(0)), 10)
+        assert ckpt.save(state_at(11), 11).wait("durable")
+        with pytest.raises(UsageError, match="the abandoned steps 20"):
+            ckpt.drop(11)
+        assert (folder / "step-11" / ".metadata").exists()
+        with pytest.raises(UsageError, match="the abandoned steps 20"):
+            fsspec.filesystem("tiered").rm("tiered://job/step-11", recursive=True)
+        assert (folder / "step-11" / ".metadata").exists()
 
 
 def test_damaged_metadata_is_refused(folder):
