@@ -11,7 +11,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 import tieredckpt
 from tests.support.bits import assert_same_bits, zeros_like_state
-from tests.support.jobs import state_at
+from tests.support.jobs import bucket_url, state_at
+from tests.support.s3 import ACCESS_KEY, REGION, SECRET_KEY
 from tieredckpt import Checkpointer
 from tieredckpt.errors import SettingsError
 
@@ -73,6 +74,23 @@ def test_disabled_package_saves_plain_checkpoints_without_an_agent(folder, agent
     assert not agent_dir.exists()
     monkeypatch.delenv("TIEREDCKPT_ENABLED")
     assert_readable(3, 4)
+
+
+@pytest.mark.parametrize("writer", WRITERS)
+def test_disabled_package_saves_plain_checkpoints_on_s3(agent_dir, moto, monkeypatch, writer):
+    monkeypatch.setenv("TIEREDCKPT_ENABLED", "0")
+    monkeypatch.setenv("TIEREDCKPT_DURABLE_URL", bucket_url())
+    monkeypatch.setenv("AWS_ENDPOINT_URL", moto.endpoint)
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", ACCESS_KEY)
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET_KEY)
+    monkeypatch.setenv("AWS_REGION", REGION)
+    save(writer, 3, number=100)
+    save(writer, 3)
+    save(writer, 4)
+    assert_readable(3, 4)
+    fsspec.filesystem("tiered").rm("tiered://job/step-4", recursive=True)
+    assert_readable(3)
+    assert not agent_dir.exists()
 
 
 def save_on_every_rank(writer):
