@@ -6,8 +6,10 @@ import fsspec
 import pytest
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import _async_process_executor as executor
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 import tieredckpt
 from tests.support.bits import assert_same_bits, zeros_like_state
@@ -105,6 +107,19 @@ def test_ranks_save_a_plain_checkpoint(folder, agent_dir, ranks, monkeypatch, wr
     assert not agent_dir.exists()
     monkeypatch.delenv("TIEREDCKPT_ENABLED")
     ranks.run(2, assert_readable, 7)
+
+
+def save_in_the_background(kind):
+    for step in (3, 4):
+        dcp.async_save(state_at(step), storage_writer=FsspecWriter(f"tiered://job/step-{step}"), **kind).result()
+    executor._CHECKPOINT_PROCESS = None  # ends DCP's background process
+    assert_readable(3, 4)
+
+
+@pytest.mark.parametrize("kind", [AsyncCheckpointerType.THREAD, AsyncCheckpointerType.PROCESS])
+def test_background_saves_write_plain_checkpoints(folder, agent_dir, ranks, kind):
+    ranks.run(1, save_in_the_background, {"async_checkpointer_type": kind})
+    assert not agent_dir.exists()
 
 
 def test_second_save_of_a_step_replaces_the_first(folder):
