@@ -167,6 +167,9 @@ def _install() -> None:
         found = [type(storage_utils._storage_setup(None, _PROBE, reader=reader)) for reader in (False, True)]
     except (AttributeError, TypeError, RuntimeError):
         pass
+    except BaseException:  # settings that the writer refuses
+        _uninstall()
+        raise
     if found != [TieredWriter, TieredReader]:
         _uninstall()
         raise UsageError(

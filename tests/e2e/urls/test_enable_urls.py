@@ -13,7 +13,7 @@ from tests.support.bits import assert_same_bits, zeros_like_state
 from tests.support.jobs import state_at
 from tests.support.models import build_model, full_state, get_state, set_state, train_steps
 from tieredckpt import CheckpointNotFoundError, TieredReader, TieredWriter
-from tieredckpt.errors import MissingStepError, UsageError
+from tieredckpt.errors import MissingStepError, SettingsError, UsageError
 from tieredckpt.session.session import open_session
 from tieredckpt.settings import load_settings
 
@@ -106,6 +106,14 @@ def test_changed_torch_hook_is_refused_with_advice(monkeypatch):
     with pytest.raises(UsageError, match="storage_writer=TieredWriter"):
         tieredckpt.enable_urls()
     assert _storage_utils.FileSystemWriter is FileSystemWriter
+
+
+def test_invalid_settings_leave_torch_unchanged(monkeypatch):
+    monkeypatch.setenv("TIEREDCKPT_ENABLED", "0")
+    with pytest.raises(SettingsError, match=r"needs durable\.url"):
+        tieredckpt.enable_urls()
+    assert _storage_utils.FileSystemWriter is FileSystemWriter
+    assert _storage_utils.FileSystemReader is FileSystemReader
 
 
 def test_url_mistakes_are_reported(agent_dir, urls):
