@@ -104,9 +104,9 @@ def test_many_steps_do_not_fill_the_arena(agent_dir):
 
 def test_a_file_larger_than_its_first_slot(agent_dir):
     state = {"big": torch.arange(12 << 20, dtype=torch.int32), "small": torch.ones(3)}
-    dcp.save(state, checkpoint_id="tiered://job/step-0", no_dist=True)
+    dcp.save(state, checkpoint_id="tiered://large/step-0", no_dist=True)
     found = zeros_like_state(state)
-    dcp.load(found, checkpoint_id="tiered://job/step-0", no_dist=True)
+    dcp.load(found, checkpoint_id="tiered://large/step-0", no_dist=True)
     assert_same_bits(state, found)
 
 
