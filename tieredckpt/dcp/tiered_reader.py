@@ -32,6 +32,7 @@ from tieredckpt.dcp.plain_checkpoints import plain_reader, plain_steps
 from tieredckpt.dcp.rank_group import (
     PlanMessage,
     clear_plan_messages,
+    dcp_call_world_size,
     join_agents_in_dcp_call,
     received_plan_messages,
 )
@@ -280,7 +281,10 @@ class TieredReader(StorageReader):
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         if self._plain:
-            return self._plain[1].read_data(plan, planner)
+            done = self._plain[1].read_data(plan, planner)
+            if self.resumes_job and self.settings.enabled:
+                self.session.loads.rewind_to(self._plain[0], dcp_call_world_size())
+            return done
         try:
             with gc_paused(), deadlines.no_deadline():
                 self.report = self._read_step(plan, planner)

@@ -69,6 +69,23 @@ def test_listing_ends_with_the_step_of_a_restore(folder, caplog, plain, tiered):
     assert "newer than the files listed" not in caplog.text
 
 
+@pytest.mark.parametrize("tiered", [(), (2, 3)])
+@pytest.mark.parametrize("restored", [5, 4])
+def test_run_continues_from_a_restored_plain_step(folder, caplog, tiered, restored):
+    """The next save follows the restored step, which may be older than the newest one."""
+    save_tiered(*tiered)
+    save_plain(4, 5)
+    with Checkpointer("tiered://job", on_sigterm="ignore") as ckpt:
+        assert [one.step for one in ckpt.steps()] == [*tiered, 4, 5]  # the agent lists the durable tier again
+        found = zeros_like_state(state_at(0))
+        assert ckpt.restore(found, None if restored == 5 else restored) == restored
+        assert_same_bits(state_at(restored), found)
+        assert ckpt.save(state_at(restored + 10), restored + 1).wait("durable")
+    assert "nothing was restored" not in caplog.text
+    assert restored_step() == restored + 1
+    assert_loads(restored + 1, restored + 10)
+
+
 def test_files_of_a_plain_step_are_those_of_the_durable_tier(folder):
     save_plain(7)
     (folder / "step-7" / "__0_1.distcp.tmp").write_bytes(b"unfinished")
