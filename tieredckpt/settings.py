@@ -259,7 +259,8 @@ class DurableSettings:
     keep_last: int = 0
     """Number of complete steps to keep. 0: keep all steps.
 
-    The agent deletes older steps, but never the newest complete one.
+    The agent deletes older steps, but never the newest complete one. Plain checkpoints, which a disabled package
+    writes, are neither counted nor deleted: ``tieredckpt rm`` deletes them.
     """
     keep_every: int = 0
     """Of the older steps, keep those divisible by this number. 0: keep none of them. Needs ``keep_last``."""
