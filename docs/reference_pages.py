@@ -28,7 +28,6 @@ def generated_pages() -> dict[Path, str]:
     return {
         REFERENCE / "settings.md": settings_page(),
         REFERENCE / "commands.md": commands_page(),
-        REFERENCE / "exit-codes.md": exit_codes_page(),
         REFERENCE / "errors.md": errors_page(),
         REFERENCE / "metrics.md": metrics_page(),
         REFERENCE / "agent-operations.md": agent_operations_page(),
@@ -110,17 +109,16 @@ def agent_rows() -> Iterator[tuple[str, str]]:
 # -- exit codes -----------------------------------------------------------------------------------------------------
 
 
-def exit_codes_page() -> str:
-    """Return the page of exit codes, with the errors that end a command with them."""
+def exit_code_blocks() -> Iterator[str]:
+    """Yield the exit codes of each program, with the errors that end a command with them."""
     from elastic.cli.common import ELASTIC_EXIT_HELP, ElasticScreen
     from integration.hyperpod.operator.sim_cli import operator_sim_cli
     from tieredckpt.cli.exit_codes import EXIT_CODES_HELP, exit_code_for
 
-    start = (
-        f"# Exit codes\n\n{GENERATED}\n\nAn error that no row names ends a command with 1. "
+    yield (
+        "## Exit codes\n\nAn error that no row names ends a command with 1. "
         "`whatif`, `status` and `verify` use these codes for their findings too ([the command line](cli.md))."
     )
-    blocks = [start]
     for title, text, code_of in (
         ("tieredckpt", EXIT_CODES_HELP, exit_code_for),
         ("elastic", ELASTIC_EXIT_HELP, partial(exit_code_for, codes=ElasticScreen.codes_by_error)),
@@ -130,8 +128,7 @@ def exit_codes_page() -> str:
         for code, meaning in exit_lines(text):
             named = [one for one in errors() if code > 1 and code_of is not None and code_of(bare(one)) == code]
             rows.append(f"| {code} | {as_markdown(meaning)} | {', '.join(f'`{one.__name__}`' for one in named)} |")
-        blocks.append(f"## {title}\n\n" + "\n".join(rows))
-    return "\n\n".join(blocks) + "\n"
+        yield f"### Exit codes of {title}\n\n" + "\n".join(rows)
 
 
 def exit_lines(text: str) -> Iterator[tuple[int, str]]:
@@ -170,9 +167,9 @@ def errors_page() -> str:
     found = errors()
     compare("ERRORS", {one.__name__ for one in found}, ERRORS)
     start = (
-        f"# Errors\n\n{GENERATED}\n\nCatch the parent to catch its children. `dcp.save` and `dcp.load` wrap errors "
-        "in DCP's `CheckpointException`; the error of this rank is in `TieredReader.error` and `TieredWriter.error`. "
-        "[Exit codes](exit-codes.md) lists the codes with which commands end.\n\n"
+        f"# Errors and exit codes\n\n{GENERATED}\n\nCatch the parent to catch its children. `dcp.save` and `dcp.load` "
+        "wrap errors in DCP's `CheckpointException`; the error of this rank is in `TieredReader.error` and "
+        "`TieredWriter.error`. The last section lists the [codes](#exit-codes) with which commands end.\n\n"
         "**Absent, unreachable and damaged are different answers.** After `CheckpointNotFoundError` a job may start "
         "fresh. After `TierUnavailableError` it may not: the checkpoint can exist."
     )
@@ -186,6 +183,7 @@ def errors_page() -> str:
             when, action = ERRORS[kind.__name__]
             rows.append(f"| `{place}.{kind.__name__}` | `{kind.__bases__[0].__name__}` | {when} | {action} |")
         blocks.append(f"## {package}\n\n" + "\n".join(rows))
+    blocks += exit_code_blocks()
     return "\n\n".join(blocks) + "\n"
 
 

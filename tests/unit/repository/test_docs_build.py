@@ -170,8 +170,8 @@ def test_commands_page_lists_every_command_with_its_options(reference):
     assert "| `--budget` |" in page
 
 
-def test_exit_codes_page_has_each_code_and_its_errors(reference):
-    page = reference.exit_codes_page()
+def test_errors_page_has_each_exit_code_and_its_errors(reference):
+    page = reference.errors_page()
     assert re.search(r"^\| 5 \| .* \| `TierUnavailableError`, ", page, re.MULTILINE)
     assert re.search(r"^\| 8 \| .* \| `JobFailedError` \|$", page, re.MULTILINE)
 
