@@ -139,7 +139,7 @@ def show_job_status(out: Console, answer: ElasticJobStatus) -> None:
     ranks = len([node for node in answer.nodes if node.node_rank is not None]) * answer.nproc
     reason = f": {answer.reason}" if answer.reason else ""
     out.print(
-        f"[bold]{escape(answer.job)}[/] {answer.phase.value}, epoch {answer.epoch}, {ranks} ranks{escape(reason)}"
+        f"[bold]{escape(answer.job)}[/] {answer.phase.value}, world {answer.epoch}, {ranks} ranks{escape(reason)}"
     )
     if answer.pause is not None:
         left = "" if answer.pause.within_s is None else f", {answer.pause.within_s:.0f} s left"

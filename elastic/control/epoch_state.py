@@ -157,7 +157,7 @@ def common_checkpoint(checkpoints: Iterable[SealedStep | None]) -> SealedStep | 
 
 def stale_epoch(epoch: int, reason: str) -> StaleEpochError:
     """Return the error of a call for an epoch that has ended."""
-    return StaleEpochError(f"epoch {epoch} has ended: {reason}")
+    return StaleEpochError(f"world {epoch} has ended: {reason}")
 
 
 BrokenCallback = Callable[[ControlNotice], None]

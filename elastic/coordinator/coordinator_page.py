@@ -100,7 +100,7 @@ def _world(status: ElasticJobStatus) -> Markup:
     size = f"{count_text(placed, 'node')} with {count_text(status.nproc, 'rank')} each" if placed else "no world runs"
     limit = f", at most {status.max_nodes}" if status.max_nodes is not None else ""
     tiles = (
-        tile("world", f"epoch {status.epoch}" if status.epoch >= 0 else "none yet"),
+        tile("world", str(status.epoch) if status.epoch >= 0 else "none yet"),
         tile("ranks", str(placed * status.nproc), size),
         tile("step reached", _step(status.step), "by every rank"),
         tile("sealed step", _step(status.sealed), "by every rank") if status.sealed >= 0 else None,
@@ -179,7 +179,7 @@ def _recoveries(changes: Sequence[WorldChange] | None) -> Markup:
 
 def _row(change: WorldChange, slowest_s: float) -> Iterator[MarkupPart]:
     yield utc_text(change.at_us)
-    yield f"{change.how}, epoch {change.epoch}" if change.epoch is not None else "no world yet"
+    yield f"{change.how}, world {change.epoch}" if change.epoch is not None else "no world yet"
     before, after = change.ranks_before, change.ranks
     yield f"{before} to {after}" if before and change.epoch is not None else str(before or after)
     unknown = "-" if change.epoch is not None else "not yet"

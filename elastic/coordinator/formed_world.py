@@ -79,7 +79,7 @@ class FormedWorld:
         self.epoch_state = before.agree((self.progress.pause_target,))
         if self.epoch_state.target is None:
             return False
-        log.info("epoch %d: all stop after step %d", self.epoch_state.epoch, self.epoch_state.target)
+        log.info("world %d: all stop after step %d", self.epoch_state.epoch, self.epoch_state.target)
         return True
 
     def late_ranks(self, nodes: NodeLiveness, now: float) -> list[RankLost]:

@@ -111,14 +111,14 @@ class Rejoin:
         names = _shortened(record.nodes)
         if left_s <= 0:
             log.error(
-                "no node of the newest world (epoch %d: %s) has reported in %g s: the job continues from the newest "
+                "no node of the newest world (%d: %s) has reported in %g s: the job continues from the newest "
                 "step of the other nodes. It repeats the later steps",
                 *(record.epoch, names, self._policy.lost_state_timeout_s),
             )
         elif self._warned_of != record:
             self._warned_of = record
             log.warning(
-                "no node of the newest world (epoch %d: %s) has reported: waiting %.0f s for one "
+                "no node of the newest world (%d: %s) has reported: waiting %.0f s for one "
                 "(lost_state_timeout_s). Without them the job would resume from an older step",
                 *(record.epoch, names, left_s),
             )

@@ -522,14 +522,14 @@ class NodeState:
             elif process.is_mute(now):
                 silent_s = process.silent_s(now)
                 named, epoch = self._rank_name(process), process.assigned_epoch
-                process.end_reason = f"{named} has not left broken epoch {epoch} and sent nothing for {silent_s:.0f} s"
+                process.end_reason = f"{named} has not left broken world {epoch} and sent nothing for {silent_s:.0f} s"
             if process.end_reason:
                 process.end_by = now + EXIT_S
                 self.effects.append(EndProcess(process.token, process.end_reason, stacks=True))
 
     def _late_reason(self, process: RankProcess) -> str:
         epoch, limit_s = process.assigned_epoch, self.leave_world_s
-        return f"{self._rank_name(process)} did not leave epoch {epoch} within {limit_s:.0f} s"
+        return f"{self._rank_name(process)} did not leave world {epoch} within {limit_s:.0f} s"
 
     def is_leaving(self, token: str) -> bool:
         """Return whether the process is leaving a broken world, by its own report."""

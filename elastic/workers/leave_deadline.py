@@ -126,7 +126,7 @@ class LeaveDeadline:
             if self._changed.wait_for(lambda: self._epoch != notice.epoch, within_s):
                 return
             log.error(
-                "epoch %d is broken (%s), and this process did not leave it within %.1f s. It has been in this stage "
+                "world %d is broken (%s), and this process did not leave it within %.1f s. It has been in this stage "
                 "for %.1f s: %s%s. The process exits; the stacks of its threads follow",
                 notice.epoch,
                 notice.reason,

@@ -157,7 +157,7 @@ class ProcessGroups:
         try:
             self._addresses = resolve_store(host, port, within_s=timeout.total_seconds())
         except PeerStoreError as error:
-            raise dist.DistNetworkError(f"the store of epoch {self._assignment.epoch}: {error}") from error
+            raise dist.DistNetworkError(f"the store of world {self._assignment.epoch}: {error}") from error
         return self._connect_store(host, port, timeout)
 
     def _connect_store(self, host: str, port: int, timeout: timedelta) -> torch.distributed.Store:
@@ -173,7 +173,7 @@ class ProcessGroups:
             try:
                 with self._watchdog.limit(until - time.monotonic(), self._close_store):
                     if self._aborted:
-                        raise dist.DistNetworkError(f"epoch {self._assignment.epoch} was aborted")
+                        raise dist.DistNetworkError(f"world {self._assignment.epoch} was aborted")
                     store = dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=attempt_timeout)
                     store.set_timeout(timeout)
                     return store
@@ -221,7 +221,7 @@ class ProcessGroups:
             if self._open:
                 closed = close_gloo_connections() + self._close_store()
                 if closed:
-                    log.info("epoch %d was aborted, %d connections cut", self._assignment.epoch, closed)
+                    log.info("world %d was aborted, %d connections cut", self._assignment.epoch, closed)
 
     def _close_store(self) -> int:
         return (
@@ -267,7 +267,7 @@ class ProcessGroups:
             else:
                 dist.destroy_process_group()
         except (RuntimeError, ValueError) as error:
-            log.warning("the groups of epoch %d did not end well: %s", self._assignment.epoch, error)
+            log.warning("the groups of world %d did not end well: %s", self._assignment.epoch, error)
             if dist.is_initialized():
                 c10d._abort_process_group()
 

@@ -389,7 +389,7 @@ class StoreControlPlane:
                 over, stopping = self._finished or self._sealed, self._state.current_change is not None
                 reason = heartbeats.beat(self._progress, time.monotonic(), over=over, stopping=stopping)
                 if reason is not None:
-                    log.error("epoch %d: %s", self._epoch, reason)
+                    log.error("world %d: %s", self._epoch, reason)
                     self._publish(_Event(NoticeKind.RESTART, reason, hangs=True))
                 beats, number = beats + 1, self._received_events
                 if beats % IDLE_HEARTBEATS == 0 and self._store.check([self._name(f"event/{number}")]):
@@ -408,7 +408,7 @@ class StoreControlPlane:
         with self._changed:
             if self._changed.wait_for(lambda: self._left, leave_s):
                 return
-        log.error("epoch %d: %s; this process has not left it for %g s and ends", self._epoch, reason, leave_s)
+        log.error("world %d: %s; this process has not left it for %g s and ends", self._epoch, reason, leave_s)
         exit_with_stacks()
 
     def _apply(self, event: _Event) -> None:

@@ -287,7 +287,7 @@ class _Rank(Generic[T]):
         if groups is not None:
             if self._fence is not None:
                 self._fence.close()  # later completions may be garbage
-            log.warning("epoch %d is broken: %s", notice.epoch, notice.reason)
+            log.warning("world %d is broken: %s", notice.epoch, notice.reason)
             named_steps = {"groups": groups.abort_groups, "connections": groups.close_connections}
             for step in self._policy.abort_steps:
                 try:
@@ -352,7 +352,7 @@ class _Rank(Generic[T]):
             is_clean = world.stop_notice is not None
             if not is_clean:
                 self._record.fault_detected()
-            log.info("epoch %d has ended: %s", place.epoch, change)
+            log.info("world %d has ended: %s", place.epoch, change)
         except (Exception, CheckpointException) as error:  # noqa: BLE001 - a user's callback; torch derives the latter from BaseException
             is_clean = self._failed(world, barrier, error, requested=place.requested_step is not None)
             drop_traceback_frames(error)  # its frames hold objects such as the model
@@ -391,15 +391,15 @@ class _Rank(Generic[T]):
         ``requested``: the run names the step that it restores.
         """
         if world.stop_notice is not None:
-            log.warning("while this rank left epoch %d: %s: %s", world.epoch, type(error).__name__, error)
+            log.warning("while this rank left world %d: %s: %s", world.epoch, type(error).__name__, error)
             return True
         self._record.fault_detected()
         wait_s = self._policy.peer_loss_wait_s if may_follow_from_lost_rank(error) else 0.0
         if barrier.wait_broken(wait_s):
-            log.info("epoch %d is broken (%s): %s", world.epoch, barrier.broken_reason, error)
+            log.info("world %d is broken (%s): %s", world.epoch, barrier.broken_reason, error)
             return False
         self._last_error = error
-        log.error("epoch %d, rank %d: the train function failed", world.epoch, world.rank, exc_info=error)
+        log.error("world %d, rank %d: the train function failed", world.epoch, world.rank, exc_info=error)
         final = error.final if isinstance(error, NonFiniteLossError) else isinstance(error, UsageError)
         is_own = isinstance(error, CheckpointNotFoundError) or not (
             isinstance(error, NonFiniteLossError) or may_follow_from_lost_rank(error)

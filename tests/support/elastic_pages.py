@@ -62,7 +62,7 @@ class RunWithPage:
 
         def recovered() -> str:
             text = self.page()
-            words = r"respawn, epoch 1 2 to 2 \d\S* (ms|s|min) n0 local rank 1: \S.*SIGKILL"
+            words = r"respawn, world 1 2 to 2 \d\S* (ms|s|min) n0 local rank 1: \S.*SIGKILL"
             return text if re.search(words, text) else ""
 
         return wait_until(recovered, "the page shows the recovery with its time", 60)

@@ -99,7 +99,7 @@ STAGES = {
 )
 def test_rank_that_does_not_leave_is_ended_with_its_stacks(job, how):
     output = run(job, how, "--abort-timeout", "3")
-    assert re.search(rf"rank 1 did not leave epoch 0 within 3 s \({STAGES[how]}; trainer.py:\d+ in stuck\)", output), (
+    assert re.search(rf"rank 1 did not leave world 0 within 3 s \({STAGES[how]}; trainer.py:\d+ in stuck\)", output), (
         output
     )
     assert "in stuck" in logs_of(job)

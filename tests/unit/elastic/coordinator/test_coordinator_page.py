@@ -39,7 +39,7 @@ def page_of(one, changes=()):
 def test_training_job_shows_its_world_nodes_and_steps():
     text = page_of(status(node("n0", 0), node("n1", 1, step=43), node("n2", state="standby", spares=1))).text
     assert "llama training" in text
-    assert "epoch 3" in text
+    assert "world 3" in text
     assert "ranks 4 2 nodes with 2 ranks each" in text
     assert "step reached 41" in text
     assert "n0 training 0 to 1 0 41 40 250 ms" in text
@@ -90,9 +90,9 @@ def test_recovery_shows_its_fault_time_and_stages():
     one = change(faults=(fault,), seconds=2.5, stages=(("detect", 0.5), ("hydrate", 2.0)))
     page = page_of(status(node("n0", 0)), [change(0, how="start", ranks_before=0, reason="2 nodes are ready"), one])
     text = page.text
-    assert "respawn, epoch 1 4 to 4 2.5 s n1 local rank 1: SIGKILL: exit code -9" in text
-    assert "start, epoch 0 4 - 2 nodes are ready" in text
-    assert text.index("epoch 1") < text.index("start, epoch 0")
+    assert "respawn, world 1 4 to 4 2.5 s n1 local rank 1: SIGKILL: exit code -9" in text
+    assert "start, world 0 4 - 2 nodes are ready" in text
+    assert text.index("world 1") < text.index("start, world 0")
     assert "The median recovery took 2.5 s." in text
     assert {("title", "detect: 500 ms"), ("title", "hydrate: 2 s")} <= {*page.attributes}
     assert ("style", "display:flex;width:160px") in page.attributes

@@ -46,10 +46,10 @@ def test_newer_world_without_its_nodes_is_waited_for_longer(caplog):
     reports = [status(node, world=WORLD, newest_world=record) for node in WORLD.ranked_nodes]
     for now in (0.0, 5.0, 59.0):
         assert rejoin.collect(reports, now) is None
-    assert caplog.text.count("(epoch 4: n5) has reported: waiting 60 s for one") == 1
+    assert caplog.text.count("(4: n5) has reported: waiting 60 s for one") == 1
     collected = rejoin.collect(reports, 60.0)
     assert (collected.newest, collected.lost_world) == (WORLD, record)
-    assert "no node of the newest world (epoch 4: n5) has reported in 60 s" in caplog.text
+    assert "no node of the newest world (4: n5) has reported in 60 s" in caplog.text
 
 
 def test_collected_reports_become_events_without_a_second_join():

@@ -111,7 +111,7 @@ def test_new_coordinator_waits_for_nodes_of_the_newest_world(caplog):
     table.restart_coordinator()
     run_without(table, inside, 30)
     assert table.desk.snapshot().is_rejoining
-    assert f"(epoch {world.epoch}: n{inside}) has reported: waiting" in caplog.text
+    assert f"({world.epoch}: n{inside}) has reported: waiting" in caplog.text
     table.heal_all()
     table.run_without_faults(15)
     assert (table.desk.snapshot().world.epoch, table.desk.snapshot().world.restarts) == (world.epoch, world.restarts)

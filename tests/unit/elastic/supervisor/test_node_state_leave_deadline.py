@@ -47,7 +47,7 @@ def test_late_process_is_ended_with_its_stacks(table):
     node, late = broken(table)
     ended, _ = overdue(node)
     assert [(one.token, one.stacks) for one in ended] == [(late.token, True)]
-    assert f"did not leave epoch {late.assigned_epoch} within" in ended[0].why
+    assert f"did not leave world {late.assigned_epoch} within" in ended[0].why
     node.seats.tick(node.seats.epoch_state.broken.until)
     assert node.seats.take_effects() == []
 
@@ -98,5 +98,5 @@ def test_silent_process_in_a_broken_world_is_named(table):
     fault = msgspec.structs.replace(seats.epoch_state.broken, until=seats.epoch_state.broken.until + 60.0)
     seats.epoch_state = msgspec.structs.replace(seats.epoch_state, broken=fault)
     node.seats.tick(table.now + 11.0)
-    named = f"rank 3 has not left broken epoch {late.assigned_epoch} and sent nothing for"
+    named = f"rank 3 has not left broken world {late.assigned_epoch} and sent nothing for"
     assert any(named in one.why and one.stacks for one in node.seats.take_effects())

@@ -51,7 +51,7 @@ def test_late_process_ends_and_logs_its_stage(plane, deadline, ended, caplog, ca
     assert ended.wait(PATIENCE_S)
     for one in threads():
         one.join(PATIENCE_S)
-    assert "epoch 4 is broken (rank 1 was lost)" in caplog.text
+    assert "world 4 is broken (rank 1 was lost)" in caplog.text
     assert ": the train function. The process exits" in caplog.text
 
 
