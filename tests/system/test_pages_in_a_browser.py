@@ -50,9 +50,9 @@ def test_page_of_an_agent(agent_dir, tmp_path, monkeypatch, check):
 def test_page_of_a_coordinator_and_report_of_the_run(check, tmp_path):
     with run_with_page() as run:
         run.wait_paused()
-        assert "start, epoch 0" in check(f"http://{run.address}")
+        assert "start, world 0" in check(f"http://{run.address}")
         run.recover()
-        assert "respawn, epoch 1" in check(f"http://{run.address}")
+        assert "respawn, world 1" in check(f"http://{run.address}")
         assert run.finish() == 0, run.job.output()
         assert main(["goodput", str(run.job.folder / "logs/event-log"), "--html", str(tmp_path / "run.html")]) == 0
         assert "Where the time went" in check(f"file://{tmp_path}/run.html")

@@ -29,7 +29,7 @@ def test_page_shows_the_world_and_the_recovery_from_a_killed_rank():
         assert "told training" in before
         assert f"step reached {KILLED_AT} by every rank" in before
         assert f"n0 training 0 to 1 0 {KILLED_AT} " in before
-        assert "start, epoch 0" in before
+        assert "start, world 0" in before
 
         page = run.recover()
         assert "The median recovery took" in page
