@@ -296,9 +296,8 @@ class _ResourceHandler(HttpHandler, BaseHTTPRequestHandler):
             return
         resource = self.served.get(self.path.partition("?")[0])
         if resource is None:
-            *others, last = self.served
-            words = f"paths are {', '.join(others)} and {last}\n"
-            self._send(HttpReply(words.encode(), status=HTTPStatus.NOT_FOUND))
+            known = f"known paths: {', '.join(self.served)}\n"
+            self._send(HttpReply(known.encode(), status=HTTPStatus.NOT_FOUND))
         else:
             self._send(resource())
 

@@ -8,15 +8,15 @@ deleted while no controller runs. Its agents continue without a controller.
 from __future__ import annotations
 
 import contextlib
-import http.server
 import json
 import logging
 import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from datetime import datetime, timezone
+from http import HTTPStatus
 from typing import Any
 
 import click
@@ -30,6 +30,7 @@ from peerstore.daemon_process import handle_signals
 from peerstore.network_addresses import split_address
 from tieredckpt.cli.command_output import CommandOutput
 from tieredckpt.cli.run_program import run_program
+from tieredckpt.http_server import HttpReply, HttpServer, resource_server
 
 log = logging.getLogger(__name__)
 _Key = tuple[str, str]
@@ -110,31 +111,13 @@ class _Job:
         self.wake = threading.Event()
 
 
-@contextlib.contextmanager
-def health_at(address: str, is_well: Callable[[], bool]) -> Iterator[None]:
-    """Serve ``GET /healthz``: status 200 while ``is_well`` returns True, otherwise 503."""
+def health_server(address: str, is_well: Callable[[], bool]) -> HttpServer:
+    """Return a server of ``GET /healthz``: status 200 while ``is_well`` returns True, otherwise 503."""
 
-    class Handler(http.server.BaseHTTPRequestHandler):
-        timeout = 10
+    def answer() -> HttpReply:
+        return HttpReply(b"ok\n") if is_well() else HttpReply(b"not well\n", status=HTTPStatus.SERVICE_UNAVAILABLE)
 
-        def do_GET(self) -> None:
-            code = 404 if self.path != "/healthz" else 200 if is_well() else 503
-            self.send_response(code)
-            self.send_header("Content-Length", "0")
-            self.end_headers()
-
-        def log_message(self, *_: object) -> None: ...
-
-    server = http.server.ThreadingHTTPServer(split_address(address), Handler)
-    server.daemon_threads = True
-    thread = threading.Thread(target=server.serve_forever, name="health", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
+    return resource_server("controller", split_address(address), {"/healthz": answer})
 
 
 class _JsonLines(logging.Formatter):
@@ -209,7 +192,8 @@ def controller_command(
             cluster.start()
             stack.callback(cluster.close)
             if health:
-                stack.enter_context(health_at(health, lambda: cluster.is_alive and node_informer.is_alive))
+                served = health_server(health, lambda: cluster.is_alive and node_informer.is_alive)
+                stack.enter_context(served.running())
             stop.wait()
     finally:
         undo()

@@ -92,7 +92,7 @@ def test_coordinator_that_does_not_lead_any_more_refuses(address):
 def test_other_methods_paths_and_web_pages_are_refused(address):
     with serving(address):
         assert get(address, method="POST")[0] == 501
-        assert get(address, "/else") == (404, "paths are / and /status\n")
+        assert get(address, "/else") == (404, "known paths: /, /status\n")
         assert get(address, Origin="http://evil.example")[0] == 403
         assert get(address, Host="rebound.evil.example")[0] == 421
 

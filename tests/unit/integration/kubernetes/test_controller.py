@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import http.client
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -15,7 +16,7 @@ from integration.hyperpod.operator import JobPhase
 from integration.hyperpod.operator.elastic_agent_client import AgentReply
 from integration.kubernetes.api_client import ApiServerClient
 from integration.kubernetes.cached_client import CachedApiClient, NodeHealthCache
-from integration.kubernetes.controller import JobController
+from integration.kubernetes.controller import JobController, health_server
 from integration.kubernetes.errors import ResourceConflictError
 from integration.kubernetes.pods import ReplicaSlot, build_pod
 from integration.kubernetes.reconciler import JobReconciler
@@ -326,3 +327,19 @@ def test_silent_agents_of_one_job_delay_no_other_job(api: FakeApiServer, jobs: i
             finally:
                 answer.set()
             story.until(lambda: story.runs("silent"), "and the other one, too")
+
+
+def test_health_is_503_when_a_watch_has_ended():
+    is_well = True
+    with health_server("127.0.0.1:0", lambda: is_well).running() as address:
+
+        def status_of(path):
+            connection = http.client.HTTPConnection(address, timeout=_PATIENCE_S)
+            with contextlib.closing(connection):
+                connection.request("GET", path)
+                return connection.getresponse().status
+
+        assert status_of("/healthz") == 200
+        is_well = False
+        assert status_of("/healthz") == 503
+        assert status_of("/status") == 404
