@@ -6,20 +6,19 @@ import os
 import shutil
 import signal
 import warnings
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.utils._pytree import tree_leaves
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 with warnings.catch_warnings():  # its optional packages, and torch's own warnings
     warnings.simplefilter("ignore")
-    deepspeed = pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
+    pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
 
 from tests.e2e.peers.test_export_from_peers import flip_shard_bits
 from tests.support.bits import assert_same_bits
+from tests.support.deepspeed_engine import make_engine, node_folder, own_tensors, train_steps
 from tieredckpt import Checkpointer
 
 pytestmark = pytest.mark.e2e
@@ -27,63 +26,29 @@ pytestmark = pytest.mark.e2e
 WHERE = ["n1", "n2"]
 
 
-def engine(stage, seed=1):
-    """Return an engine of DeepSpeed whose nodes write to their own disks."""
-    os.environ["LOCAL_RANK"] = "0"
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # it would be compiled now
-    config = {
-        "train_micro_batch_size_per_gpu": 4,
-        "zero_optimization": {"stage": stage},
-        "optimizer": {"type": "Adam", "params": {"lr": 1e-2, "torch_adam": True}},
-        "bf16": {"enabled": True},
-        "checkpoint": {"use_node_local_storage": True},
-    }
-    torch.manual_seed(seed)
-    made, *_ = deepspeed.initialize(model=torch.nn.Linear(16, 16), config=config, dist_init_required=False)
-    return made
-
-
-def train(of, steps):
-    for _ in range(steps):
-        inputs = torch.full((4, 16), 1.0 + of.global_steps + dist.get_rank(), dtype=torch.bfloat16)
-        of.backward(of(inputs).float().pow(2).mean())
-        of.step()
-
-
 def end(of, file):
     """Write all values of this rank and kill it, as DeepSpeed's groups stay in a process."""
-    values = [of.module.state_dict(), list(of.optimizer.single_partition_of_fp32_groups), of.optimizer.state_dict()]
-    torch.save(bytes_of_all(values), file)
+    torch.save(own_tensors(of), file)
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def bytes_of_all(values):
-    """Return the tensors of ``values`` in order."""
-    return [one.detach().clone() for one in tree_leaves(values) if isinstance(one, torch.Tensor)]
-
-
-def disk(root):
-    """Return the folder of this rank's node."""
-    return Path(root, f"node{dist.get_rank()}")
-
-
 def train_and_save(job, root, stage):
-    of = engine(stage)
-    train(of, 2)
-    of.save_checkpoint(str(disk(root)))
+    of = make_engine(stage)
+    train_steps(of, 2)
+    of.save_checkpoint(str(node_folder(root)))
     with Checkpointer(job) as ckpt:
-        ckpt.save_directory(disk(root), of.global_steps).wait(copies=2, domains=2, timeout_s=60)
-    train(of, 2)
+        ckpt.save_directory(node_folder(root), of.global_steps).wait(copies=2, domains=2, timeout_s=60)
+    train_steps(of, 2)
     end(of, f"{root}/end{dist.get_rank()}.pt")
 
 
 def restore_and_train(job, root, stage):
-    of = engine(stage, seed=9)
+    of = make_engine(stage, seed=9)
     with Checkpointer(job) as ckpt:
-        assert ckpt.restore_directory(disk(root)) == 2
-    of.load_checkpoint(str(disk(root)))
+        assert ckpt.restore_directory(node_folder(root)) == 2
+    of.load_checkpoint(str(node_folder(root)))
     assert of.global_steps == 2
-    train(of, 2)
+    train_steps(of, 2)
     end(of, f"{root}/resumed{dist.get_rank()}.pt")
 
 
@@ -99,7 +64,7 @@ def assert_resumed(root):
         assert_same_bits(whole, resumed)
 
 
-@pytest.mark.parametrize("stage", [1, 2])
+@pytest.mark.parametrize("stage", [1, 2, 3])
 def test_lost_folders_and_a_lost_node_resume_bit_for_bit(nodes, tmp_path, stage):
     run_to_the_end(nodes, WHERE, train_and_save, tmp_path, stage)
     nodes["n2"].lose()
