@@ -138,9 +138,7 @@ class TieredLoadStrategy(torch_dist.TorchDistLoadShardedStrategy):
         """Return a reader, after the nodes know each other and have answered."""
         self._ckpt.loadable_versions()
         step = _step_of(checkpoint_dir) if self._step is None else self._step
-        reader = TieredReader(self._ckpt.job, step, settings=self._ckpt.settings)
-        reader.fresh = True
-        return reader
+        return TieredReader(self._ckpt.job, step, settings=self._ckpt.settings)
 
 
 class _ObjectShards:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 import time
 from collections import defaultdict
@@ -60,8 +61,8 @@ class CatalogListing:
 class _CachedListing:
     """A listing, updated with this process's later changes."""
 
-    at: float
-    took_s: float
+    began: float
+    ended: float
     listing: CatalogListing
     shared: bool = False
     """Whether a caller holds the listing, so that it must be copied before a change."""
@@ -80,7 +81,10 @@ class DurableCatalog:
         self._manifests: dict[VersionId, Manifest] = {}
 
     def listing(self, *, fresh: bool = False) -> CatalogListing:
-        """Return all steps. Errors of the store propagate, because they do not mean that no step exists."""
+        """Return all steps. With ``fresh``, the listing began after this call.
+
+        Calls at the same time share one. Errors of the store propagate: they do not mean that no step exists.
+        """
         return self._shared_listing(lambda: 0.0 if fresh else _FRESH_S)
 
     def cached_listing(self) -> CatalogListing:
@@ -109,23 +113,24 @@ class DurableCatalog:
         return True
 
     def _shared_listing(self, age_s: Callable[[], float]) -> CatalogListing:
+        called = self._clock()
         with self._lock:
-            known = self._listing_at_most(age_s())
+            known = self._listing_at_most(age_s(), called)
             known.shared = True
             return known.listing
 
     def _age_s(self) -> float:
         """Return the largest age of the cached listing, in seconds."""
-        took_s = self._listing.took_s if self._listing else 0.0
+        took_s = self._listing.ended - self._listing.began if self._listing else 0.0
         return min(max(_FRESH_S, took_s / _MAX_TIME_SHARE), _MAX_AGE_S)
 
-    def _listing_at_most(self, age_s: float) -> _CachedListing:
-        """Return a listing of at most this age in seconds, or a new one for 0. Lock held.
+    def _listing_at_most(self, age_s: float, called: float = math.inf) -> _CachedListing:
+        """Return a listing of at most this age in seconds, or one that began after ``called``. Lock held.
 
         A failure of the last ``_FRESH_S`` seconds is raised again.
         """
         known = self._listing
-        if known and self._clock() - known.at < age_s:
+        if known and (known.began > called or self._clock() - known.ended < age_s):
             return known
         if self._failure and self._clock() - self._failure[0] < _FRESH_S:
             raise type(self._failure[1])(str(self._failure[1]))
@@ -135,8 +140,7 @@ class DurableCatalog:
         except (TierUnavailableError, DurableRefusedError) as error:
             self._failure = (self._clock(), error)
             raise
-        now = self._clock()
-        self._listing = _CachedListing(now, now - began, listing)
+        self._listing = _CachedListing(began, self._clock(), listing)
         return self._listing
 
     def _list(self) -> CatalogListing:

@@ -90,14 +90,13 @@ class CheckpointRestorer:
         reached = take_reached_step(self._job) if step is None else -1
         survivor = current_survivor_state()
         hydration = None if survivor is None else survivor.hydrations.get(self._job)
-        fresh = hydration is not None  # the survivors' step was saved only now
         failed: dict[VersionId | int, str] = {}
         losses = 0
         while True:
             began = time.perf_counter()
             known = set(failed)
             reader = TieredReader(self._job, step, settings=self._settings)
-            reader.fresh, reader.strict, reader.defers_proof, reader.epoch = fresh, strict, True, epoch
+            reader.strict, reader.defers_proof, reader.epoch = strict, True, epoch
             reader.failed, reader.tries_one_kind = failed, True
             reader.selective_prefixes = tuple(f"{name}." for name, value in state.items() if _is_selective(value))
             try:
@@ -133,7 +132,6 @@ class CheckpointRestorer:
                             f"The last error: {error}"
                         ) from failure
                     log.error("restore of %s: %s; listing the steps again", self._job, error)
-                    fresh = True
                     continue
                 if isinstance(error, MismatchError):
                     raise self._explain_mismatch(error, target, reader) from failure
@@ -160,7 +158,6 @@ class CheckpointRestorer:
     def loadable_versions(self) -> tuple[Candidate, ...]:
         """Return the versions that this rank could load, best first; raise as :meth:`restore` without one."""
         reader = TieredReader(self._job, settings=self._settings)
-        reader.fresh = True
         self._wait_for_choice(reader)
         return self._ranks.call_on_all(lambda: reader.check_choice().loadable)
 
@@ -313,7 +310,6 @@ class CheckpointRestorer:
                     *(self._job, show_seconds(awaited_s)),
                 )
             time.sleep(deadlines.remaining_s(min(awaited_s, _POLL_S)))
-            reader.fresh = True
         if error is not None:
             raise error
 

@@ -116,6 +116,8 @@ class TieredReader(StorageReader):
         """A damaged part in this node's memory for each step that has one."""
         self._avoided: Mapping[VersionId, int] = {}
         """Number of crashed loads on this node of steps that are avoided for it."""
+        self._listed = False
+        """Whether this load has listed the steps, so that a cached list is new enough for it."""
         self._described_step = -1
         self._refused: list[str] = []
         self._pinned: PinnedShards | None = None
@@ -136,8 +138,6 @@ class TieredReader(StorageReader):
         """Decision on this rank, for a load without other ranks."""
         self.epoch: int | None = None
         """Epoch of the incarnation that saved the step to load; ``None`` for any."""
-        self.fresh = False
-        """Whether every node and the durable tier are queried again, without cached answers."""
         self.strict = False
         """Whether an entry of the step that no rank reads is an error."""
         self.selective_prefixes: tuple[str, ...] = ()
@@ -228,6 +228,8 @@ class TieredReader(StorageReader):
         except TieredCheckpointError as error:
             self.error = error
             raise
+        finally:
+            self._listed = False
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         self._rank = kwargs.get("rank", 0)
@@ -319,6 +321,7 @@ class TieredReader(StorageReader):
 
     def check_choice(self) -> LoadChoice:
         """Return the step that a load would take; raise without such a step."""
+        self._listed = False
         choice = self._list_choices()
         self.awaited_s = choice.repeated_s if choice.resolution.unreachable == (Tier.PEER,) else 0.0
         if choice.step < 0:
@@ -329,9 +332,10 @@ class TieredReader(StorageReader):
         """List the steps that this node sees, and return the choice among them."""
         step, epoch = self._location.step, self._location.epoch if self.epoch is None else self.epoch
         if self.settings.enabled:
-            inventory = self.session.list_steps(fresh=self.fresh, patience_s=_REBUILD_S)
+            inventory = self.session.list_steps(fresh=not self._listed, patience_s=_REBUILD_S)
         else:
             inventory = StepInventory((), plain=tuple(plain_steps(self.settings.durable, self._location.job)))
+        self._listed = True
         choice = inventory.choose(
             step, epoch, avoid_after=self.settings.memory.avoid_after_crashed_loads, failed=self.failed
         )

@@ -214,7 +214,7 @@ class Session:
         if current is not None:
             return max(known, current.epoch)
         # An agent that lost its memory has no epochs, but the steps in other tiers have them.
-        inventory = self._inventory = self.list_steps()
+        inventory = self._inventory = self.list_steps(fresh=True)
         return max([known, *(view.version_id.epoch for view in inventory.views)])
 
     def list_steps(self, *, fresh: bool = False, patience_s: float = 0.0) -> StepInventory:

@@ -1,4 +1,6 @@
 import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from types import SimpleNamespace
 
@@ -44,6 +46,23 @@ class Away:
         return self._store.list(prefix)
 
 
+class HeldListing:
+    """A store whose listings of manifests end only once the test allows it, and that counts them."""
+
+    def __init__(self, store):
+        self._store, self.url = store, store.url
+        self.count = 0
+        self.began, self.may_end = threading.Event(), threading.Event()
+
+    def list(self, prefix, *, patience_s):
+        found = list(self._store.list(prefix))
+        if prefix == object_keys.manifest_prefix("job"):
+            self.count += 1
+            self.began.set()
+            assert self.may_end.wait(20)
+        return found
+
+
 @pytest.fixture
 def directory(tmp_path):
     url = f"file://{tmp_path}"
@@ -73,6 +92,33 @@ def test_ranks_of_a_node_share_a_failed_listing(directory, error):
     store.back = True
     now[0] += 6
     assert catalog.listing().manifests == {}
+
+
+def test_fresh_listings_at_the_same_time_begin_after_their_calls(directory):
+    store, called, threads = HeldListing(directory), threading.Semaphore(0), set()
+
+    def clock():
+        if threading.get_ident() not in threads:
+            threads.add(threading.get_ident())
+            called.release()
+        return time.monotonic()
+
+    catalog, group = DurableCatalog(store, "job", clock=clock), VersionId(1, 7, 0, "a")
+    with ThreadPoolExecutor(8) as ranks:
+        first = ranks.submit(catalog.listing, fresh=True)
+        assert store.began.wait(20)
+        directory.put(object_keys.manifest_key("job", group, None), b"no manifest is read")
+        others = [ranks.submit(catalog.listing, fresh=True) for _ in range(7)]
+        for _ in range(8):
+            assert called.acquire(timeout=20)
+        store.may_end.set()
+        assert list(first.result().manifests) == []
+        assert [list(other.result().manifests) for other in others] == [[group]] * 7
+        assert store.count == 2
+        catalog.listing()
+        assert store.count == 2
+        catalog.listing(fresh=True)
+        assert store.count == 3
 
 
 def test_a_listing_has_an_end(directory):
