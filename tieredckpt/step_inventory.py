@@ -176,6 +176,8 @@ class StepInventory(msgspec.Struct, frozen=True):
     """Aborted versions: a rank did not seal its part, so the other parts were dropped."""
     unrecognized: tuple[UnrecognizedSlot, ...] = ()
     """Slots of the job in this node's memory that this release cannot read."""
+    plain_incomplete: tuple[int, ...] = ()
+    """Steps of plain DCP checkpoints without ``.metadata``. No load takes them."""
 
     @property
     def newest_complete(self) -> VersionId | None:
@@ -242,9 +244,13 @@ class StepInventory(msgspec.Struct, frozen=True):
                 newer.append(slot)
         return dataclasses.replace(choice, unreadable=_unreadable_error(newer) if newer else None)
 
-    def plain_at(self, location: Location) -> list[int]:
-        """Return the steps of the plain checkpoints at ``location``. They belong to no epoch."""
-        return [step for step in self.plain if location.step in (None, step) and location.epoch is None]
+    def plain_at(self, location: Location, *, incomplete: bool = False) -> list[int]:
+        """Return the steps of the complete, or the incomplete, plain checkpoints at ``location``.
+
+        They belong to no epoch.
+        """
+        steps = self.plain_incomplete if incomplete else self.plain
+        return [step for step in steps if location.step in (None, step) and location.epoch is None]
 
     def merge(self, other: StepInventory) -> StepInventory:
         """Return the union of two inventories of one job."""
@@ -261,16 +267,18 @@ class StepInventory(msgspec.Struct, frozen=True):
                     kept=view.kept or theirs.kept,
                 )
             )
+        plain = {*self.plain, *other.plain}
         known = (one.once_complete for one in (self, other) if one.once_complete is not None)
         return StepInventory(
             tuple(views[group] for group in sorted(views)),
             {**self.unreachable, **other.unreachable},
-            tuple(sorted({*self.plain, *other.plain})),
+            tuple(sorted(plain)),
             other.durable or self.durable,
             max(known, default=None),
             self.forgotten or other.forgotten,
             tuple(sorted({*self.torn, *other.torn})),
             (*self.unrecognized, *(slot for slot in other.unrecognized if slot not in self.unrecognized)),
+            tuple(sorted({*self.plain_incomplete, *other.plain_incomplete} - plain)),
         )
 
 

@@ -83,7 +83,7 @@ class DurableTarget:
         self.name = f"{store.url}/{location.job}/step-{step}"
         listing = self._catalog.listing(fresh=True)
         self._replaced_versions = sorted(group for group in listing.manifests if group.version == step)
-        if step in listing.plain_steps:
+        if step in listing.plain.complete:
             raise UsageError(f"{self.name} is a plain DCP checkpoint: choose another job's name")
         if self._replaced_versions and not force:
             raise UsageError(f"{self.name} exists; --force replaces it")

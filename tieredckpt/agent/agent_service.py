@@ -46,6 +46,7 @@ from tieredckpt.agent.peer_tier import (
 from tieredckpt.agent.retention import require_no_revival
 from tieredckpt.agent.step_locator import STEP_PAGE_BYTES
 from tieredckpt.agent.step_marks import StepMarks
+from tieredckpt.durable.plain_objects import PlainSteps
 from tieredckpt.durable.retrying_store import open_store
 from tieredckpt.errors import (
     DurableRefusedError,
@@ -140,10 +141,10 @@ class NodeAgentService:
                 unreachable[Tier.PEER] = unreachable_peers
         covers = functools.partial(self.steps.covers, job)
         views = {view.version_id: view for view in memory_step_statuses(self.store.list_shards(job), on_peers, covers)}
-        plain_steps: tuple[int, ...] = ()
+        plain = PlainSteps()
         self.marks.add_damaged(job, views)
         try:
-            plain_steps = self._add_durable(job, views, fresh=fresh)
+            plain = self._add_durable(job, views, fresh=fresh)
         except (TierUnavailableError, DurableRefusedError, UsageError) as error:
             unreachable[Tier.DURABLE] = str(error)
         for group, count in self._crashed.count(job).items():
@@ -164,12 +165,13 @@ class NodeAgentService:
         return StepInventory(
             inventory,
             unreachable,
-            plain_steps,
+            plain.complete,
             known,
             newest,
             expired,
             aborted,
             self.store.table.unrecognized.find(job=job),
+            plain.incomplete,
         )
 
     def quarantine(self, job: str, group: VersionId, reason: str) -> None:
@@ -367,11 +369,11 @@ class NodeAgentService:
                 if record.key in own:
                     self.drain.on_shard_sealed(record)
 
-    def _add_durable(self, job: str, views: dict[VersionId, StepStatus], *, fresh: bool) -> tuple[int, ...]:
+    def _add_durable(self, job: str, views: dict[VersionId, StepStatus], *, fresh: bool) -> PlainSteps:
         """Add the durable tier's steps to ``views``; return the steps of plain checkpoints there."""
         listing = self.durable.listing(job, fresh=fresh)
         if listing is None:
-            return ()
+            return PlainSteps()
         for group, entry in listing.manifests.items():
             view = views.get(group)
             if view is None:
@@ -382,4 +384,4 @@ class NodeAgentService:
             views[group] = msgspec.structs.replace(views[group], kept=True)
         for group in listing.quarantined & views.keys():
             views[group] = msgspec.structs.replace(views[group], quarantined="marked in the durable tier")
-        return listing.plain_steps
+        return listing.plain

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from peerstore.shard_records import VersionId
 from tieredckpt.durable.object_store import ObjectExistsError, ObjectInfo, ObjectNotFoundError, ObjectStore
-from tieredckpt.durable.plain_objects import list_plain_steps
+from tieredckpt.durable.plain_objects import PlainSteps, list_plain_steps
 from tieredckpt.errors import (
     CheckpointDamagedError,
     DurableRefusedError,
@@ -52,7 +52,7 @@ _KEPT_MANIFESTS = 4
 class CatalogListing:
     manifests: dict[VersionId, ManifestKey]
     quarantined: frozenset[VersionId]
-    plain_steps: tuple[int, ...]
+    plain: PlainSteps
     kept: frozenset[VersionId] = frozenset()
     """Versions that a user marked to be retained."""
 
@@ -125,7 +125,7 @@ class DurableCatalog:
         return min(max(_FRESH_S, took_s / _MAX_TIME_SHARE), _MAX_AGE_S)
 
     def _listing_at_most(self, age_s: float, called: float = math.inf) -> _CachedListing:
-        """Return a listing of at most this age in seconds, or one that began after ``called``. Lock held.
+        """Return a listing of at most this age in seconds, or begun after ``called``. Lock held.
 
         A failure of the last ``_FRESH_S`` seconds is raised again.
         """
@@ -155,7 +155,7 @@ class DurableCatalog:
         kept = {entry.version_id for entry in entries if entry.keep}
         found = {entry.version_id: entry for entry in entries if not (entry.quarantine or entry.keep)}
         plain = list_plain_steps(self.store, self._job, patience_s=_PATIENCE_S)
-        return CatalogListing(found, frozenset(bad), tuple(plain), frozenset(kept))
+        return CatalogListing(found, frozenset(bad), plain, frozenset(kept))
 
     def manifest(self, group: VersionId) -> Manifest:
         """Return a step's manifest, from the cache if possible."""

@@ -529,7 +529,7 @@ class Checkpointer:
         self._check_open()
         if not self.settings.enabled:
             found = plain_steps(self.settings.durable, self._location.job)
-            return step_infos(StepInventory((), plain=tuple(found)))
+            return step_infos(StepInventory((), plain=found))
         return step_infos(self.session.list_steps(fresh=True))
 
     def loadable_versions(self) -> tuple[Candidate, ...]:
@@ -564,7 +564,9 @@ class Checkpointer:
                 session.commits.drop_steps(groups)
         except PeerStoreError as error:
             raise TierUnavailableError(f"step {step} of {job}: {error}") from error
-        is_plain = step in seen.plain and delete_plain_checkpoint(session.durable.open(), job, step)
+        is_plain = step in (*seen.plain, *seen.plain_incomplete) and delete_plain_checkpoint(
+            session.durable.open(), job, step
+        )
         return bool(groups) or is_plain
 
     def _check_open(self) -> None:

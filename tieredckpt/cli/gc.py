@@ -69,7 +69,8 @@ def gc_command(
     """Delete old steps of JOB and the remains of interrupted uploads from its durable tier.
 
     Without --keep-last, the job's own policy applies (durable.keep_last, durable.keep_every; 0 keeps all steps). The
-    newest complete step that is not quarantined is never deleted. Steps in memory are not deleted.
+    newest complete step that is not quarantined is never deleted. Steps in memory are not deleted. Plain
+    checkpoints are not deleted, complete or not: use `tieredckpt rm`.
 
     A step without a manifest is deleted if the last write to it is --abandoned-after hours old by this machine's clock.
     It is kept if a node has it in memory. It is also kept if all of its parts exist and the policy would keep it:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -173,8 +173,8 @@ def _steps(screen: CommandOutput, client: TierClient, location: Location) -> Exi
     with screen.spinner(f"looking for steps of {location.job}"):
         survey = client.survey(location.job)
         lines = step_rows(client, location, survey)
-    plain = survey.plain_at(location)
-    if not lines and not plain:
+    plain, incomplete = survey.plain_at(location), survey.plain_at(location, incomplete=True)
+    if not (lines or plain or incomplete):
         raise client.not_found_error(location, survey)
     now = time.time_ns()
     url = survey.durable.url if survey.durable else ""
@@ -185,8 +185,9 @@ def _steps(screen: CommandOutput, client: TierClient, location: Location) -> Exi
             "unreachable": {tier.value: text for tier, text in survey.unreachable.items()},
             "steps": [line.as_json(now) for line in lines],
             "plain_steps": plain,
+            "incomplete_plain_steps": incomplete,
         },
-        lambda out: _show(out, location, survey, lines, plain),
+        lambda out: _show(out, location, survey, lines),
     )
     return ExitCode.UNAVAILABLE if survey.is_partial else ExitCode.OK
 
@@ -255,16 +256,24 @@ def _show(
     location: Location,
     survey: StepInventory,
     lines: Sequence[StepRow],
-    plain: Sequence[int],
 ) -> None:
     url = survey.durable.url if survey.durable else ""
     out.print(f"[bold]{literal(location.job)}[/]" + (f"  durable tier {literal(url)}" if url else "  no durable tier"))
-    _show_block(out, lines, plain)
+    _show_block(out, lines, _plain_cells(location, survey))
     for tier, text in survey.unreachable.items():
         out.print(f"[yellow]{tier.value} tier unavailable:[/] {literal(text)}")
 
 
-def _show_block(out: Console, lines: Sequence[StepRow], plain: Sequence[int]) -> None:
+def _plain_cells(location: Location, survey: StepInventory) -> dict[int, list[str]]:
+    """Return the cells of each plain checkpoint, beginning with its state."""
+    complete, incomplete = survey.plain_at(location), survey.plain_at(location, incomplete=True)
+    torn = [_coloured("torn"), "-", "-", "-", "-", "-", "DCP's own files, unfinished: no .metadata"]
+    return dict.fromkeys(incomplete, torn) | {
+        step: ["plain", "-", "yes", "1", "-", "-", "DCP's own files"] for step in complete
+    }
+
+
+def _show_block(out: Console, lines: Sequence[StepRow], plain: Mapping[int, Sequence[str]]) -> None:
     steps = [line.version_id.version for line in lines]
     # Commands such as `pin` and `export` need the epoch to select one of several branches.
     twice = len(set(steps)) < len(steps) or any(line.left_behind is not None for line in lines)
@@ -300,10 +309,7 @@ def _show_block(out: Console, lines: Sequence[StepRow], plain: Sequence[int]) ->
                 literal(_note(line)),
             ]
         )
-    rows += [
-        [str(step), *(["", ""] if twice else []), "plain", "-", "yes", "1", "-", "-", "DCP's own files"]
-        for step in plain
-    ]
+    rows += [[str(step), *(["", ""] if twice else []), *cells] for step, cells in sorted(plain.items())]
     out.print(text_table(columns, rows, right=("STEP", "COPIES", "SIZE", "AGE")))
 
 

@@ -193,7 +193,8 @@ def _steps_in(
     client: TierClient, location: Location, survey: StepInventory, tier: str
 ) -> tuple[list[StepStatus], list[int]]:
     """Return the attempts in ``tier``, and the steps of the plain checkpoints there."""
-    plain = [] if tier == "memory" else survey.plain_at(location)
+    plain = [] if tier == "memory" else [*survey.plain_at(location), *survey.plain_at(location, incomplete=True)]
+    plain.sort()
     if plain and not any(location.includes(view.version_id) for view in survey.views):
         return [], plain
     views = client.attempts_at(location, survey)

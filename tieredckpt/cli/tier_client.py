@@ -299,7 +299,9 @@ def without_durable_tier(survey: StepInventory) -> StepInventory:
     views = (msgspec.structs.replace(view, durable=False) for view in survey.views if view.found)
     unreachable = dict(survey.unreachable)
     unreachable.pop(Tier.DURABLE, None)
-    return msgspec.structs.replace(survey, views=tuple(views), unreachable=unreachable, plain=(), durable=None)
+    return msgspec.structs.replace(
+        survey, views=tuple(views), unreachable=unreachable, plain=(), plain_incomplete=(), durable=None
+    )
 
 
 def merge_descriptions(found: Sequence[StepDescription]) -> StepDescription:

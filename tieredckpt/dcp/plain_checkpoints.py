@@ -170,11 +170,11 @@ class _SafeLoadPlanner(LoadPlanner):
         return self._inner.finish_plan(central_plan)
 
 
-def plain_steps(durable: DurableSettings, job: str) -> list[int]:
+def plain_steps(durable: DurableSettings, job: str) -> tuple[int, ...]:
     """Return the steps with a complete plain checkpoint, in order."""
     store = open_store(durable.url, durable)
     try:
-        return list_plain_steps(store, job)
+        return list_plain_steps(store, job).complete
     finally:
         store.close()
 

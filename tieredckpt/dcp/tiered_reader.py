@@ -334,7 +334,7 @@ class TieredReader(StorageReader):
         if self.settings.enabled:
             inventory = self.session.list_steps(fresh=not self._listed, patience_s=_REBUILD_S)
         else:
-            inventory = StepInventory((), plain=tuple(plain_steps(self.settings.durable, self._location.job)))
+            inventory = StepInventory((), plain=plain_steps(self.settings.durable, self._location.job))
         self._listed = True
         choice = inventory.choose(
             step, epoch, avoid_after=self.settings.memory.avoid_after_crashed_loads, failed=self.failed

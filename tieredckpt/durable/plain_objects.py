@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from typing import NamedTuple
 
 from tieredckpt.durable.object_store import ObjectInfo, ObjectStore
 from tieredckpt.format import object_keys
@@ -12,11 +13,21 @@ DCP_FILE = re.compile(r"__([0-9]{1,6})_([0-9]{1,6})\.distcp")
 DCP_METADATA_NAME = ".metadata"
 
 
-def list_plain_steps(store: ObjectStore, job: str, *, patience_s: float = math.inf) -> list[int]:
-    """Return the steps with a complete plain checkpoint, in order."""
+class PlainSteps(NamedTuple):
+    """Steps of a job's plain checkpoints, in order."""
+
+    complete: tuple[int, ...] = ()
+    incomplete: tuple[int, ...] = ()
+    """Steps with data files and no ``.metadata``, which DCP writes last."""
+
+
+def list_plain_steps(store: ObjectStore, job: str, *, patience_s: float = math.inf) -> PlainSteps:
+    """Return the steps of the job's plain checkpoints."""
     objects = store.list(object_keys.plain_prefix(job), patience_s=patience_s)
-    found = (object_keys.parse_plain_key(info.name, job) for info in objects)
-    return sorted({step for step in found if step is not None})
+    files = [parsed for info in objects if (parsed := object_keys.parse_plain_key(info.name, job)) is not None]
+    complete = {step for step, name in files if name == DCP_METADATA_NAME}
+    begun = {step for step, name in files if DCP_FILE.fullmatch(name)}
+    return PlainSteps(tuple(sorted(complete)), tuple(sorted(begun - complete)))
 
 
 def list_plain_files(store: ObjectStore, job: str, step: int) -> dict[str, ObjectInfo]:
@@ -27,14 +38,15 @@ def list_plain_files(store: ObjectStore, job: str, step: int) -> dict[str, Objec
 
 
 def delete_plain_checkpoint(store: ObjectStore, job: str, step: int) -> bool:
-    """Delete a plain checkpoint. False: it does not exist, or is incomplete.
+    """Delete a plain checkpoint, even if it is incomplete. False: it does not exist.
 
-    ``.metadata`` is deleted first, because a step without it does not exist.
+    ``.metadata`` is deleted first, because no load takes a step without it.
     """
     files = list_plain_files(store, job, step)
-    metadata = files.pop(DCP_METADATA_NAME, None)
-    if metadata is None:
+    if not files:
         return False
-    store.delete([metadata.name])
+    metadata = files.pop(DCP_METADATA_NAME, None)
+    if metadata is not None:
+        store.delete([metadata.name])
     store.delete([info.name for info in files.values()])
     return True

@@ -133,13 +133,10 @@ def plain_prefix(job: str, step: int | None = None) -> str:
     return f"{job}/step-" + ("" if step is None else str(step))
 
 
-def parse_plain_key(name: str, job: str) -> int | None:
-    """Return the step whose plain checkpoint has this object as its last one, or ``None``.
-
-    The plain checkpoint is complete if the object exists.
-    """
-    match = re.fullmatch(r"([0-9]{1,18})/\.metadata", name.removeprefix(plain_prefix(job)))
-    return int(match[1]) if match else None
+def parse_plain_key(name: str, job: str) -> tuple[int, str] | None:
+    """Return step and file name of an object in a plain checkpoint's folder, or ``None``."""
+    match = re.fullmatch(r"([0-9]{1,18})/([^/]+)", name.removeprefix(plain_prefix(job)))
+    return (int(match[1]), match[2]) if match else None
 
 
 def parse_shard_object_key(name: str, job: str) -> tuple[VersionId, int, str] | None:

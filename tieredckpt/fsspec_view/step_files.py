@@ -290,7 +290,7 @@ class JobStepFiles:
         """Return the steps that a load sees: only plain checkpoints while the package is disabled."""
         settings = load_settings()
         if not settings.enabled:
-            return StepInventory((), plain=tuple(plain_steps(settings.durable, self.job)))
+            return StepInventory((), plain=plain_steps(settings.durable, self.job))
         with translated_store_errors(f"{self.job} cannot be looked up"):
             return self.session.list_steps(fresh=True)
 
