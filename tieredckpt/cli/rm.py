@@ -27,6 +27,7 @@ from tieredckpt.cli.gc import stored_size_bytes
 from tieredckpt.cli.tier_client import TierClient, open_tier_client
 from tieredckpt.durable.plain_objects import delete_plain_checkpoint, list_plain_files
 from tieredckpt.errors import CheckpointNotFoundError, TierUnavailableError, UsageError
+from tieredckpt.format import object_keys
 from tieredckpt.location import Location, parse_location
 from tieredckpt.resolve_step import Tier
 from tieredckpt.step_inventory import StepInventory, StepStatus
@@ -71,7 +72,7 @@ def rm_command(
     Without STEP, deletes all steps, but never while processes of JOB run on this node. Deletes every attempt at a step
     and its plain checkpoint, STEP@EPOCH only the attempts of one run. Plain checkpoints are in the durable tier. Pinned
     steps are kept unless --pinned is given. With --tier durable, an agent that restarts may upload a step again that it
-    has in memory.
+    has in memory. If no agent answers, only a job of plain checkpoints is deleted without --force.
 
     Exit code 5: a node or the store did not answer and may still have the step.
     """
@@ -82,7 +83,7 @@ def rm_command(
         survey = client.survey(location.job)
         views, plain = _steps_in(client, location, survey, tier)
         why = client.agent_error
-        if why and not force and not dry_run:
+        if why and not (force or dry_run) and _has_own_steps(client, location.job, survey):
             raise TierUnavailableError(
                 f"{why}: a node may still have {location} in memory and upload it again. Run this on a node of the "
                 "job. If the job has no agents left, use --force"
@@ -209,6 +210,13 @@ def _steps_in(
     if not (found or plain):
         raise CheckpointNotFoundError(f"the {tier} tier has no step of {location}")
     return found, plain
+
+
+def _has_own_steps(client: TierClient, job: str, survey: StepInventory) -> bool:
+    """Return whether the durable tier has shards or steps of an agent."""
+    if survey.views:
+        return True
+    return any(True for _ in client.catalog(job).store.list(object_keys.shards_prefix(job)))
 
 
 def _all_pinned(location: Location, keep: Sequence[StepStatus]) -> str:

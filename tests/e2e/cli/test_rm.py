@@ -1,5 +1,6 @@
 """``tieredckpt rm``: one step or a whole job, in one tier or in all."""
 
+import shutil
 from dataclasses import replace
 
 import pytest
@@ -201,11 +202,27 @@ def test_rm_of_a_job_with_only_plain_checkpoints(cli, agent_dir, durable):
     save_plain(job, 4, 6)
     assert not agent_dir.exists()
     rm = ("rm", "llama", "-y", "--durable", durable.url)
-    assert cli(*rm).code == 5
-    said = cli(*rm, "--force")
+    said = cli(*rm)
     assert said.code == 0, said.err
     assert "deleted all 2 steps of job 'llama' (4 to 6), all plain checkpoints, from durable (" in said.out
+    assert "memory was not searched: no agent answers" in said.out
     assert cli("ls", "llama", "--durable", durable.url).code == 3
+
+
+def test_rm_needs_force_if_an_agent_may_upload_steps(cli, job, tmp_path):
+    save_plain(job, 4)
+    job.lose_memory()
+    durable = ("--durable", job.settings.durable.url)
+    rm = ("rm", "llama/step-4", "-y", *durable)
+    assert cli(*rm).code == 5
+    shutil.rmtree(tmp_path / "durable" / "llama" / "manifests")  # as during the upload of the first step
+    assert cli("rm", "llama", "-y", *durable).code == 5
+    said = cli(*rm)
+    assert said.code == 5
+    assert "--force" in said.err
+    assert cli("ls", "llama", "--json", *durable).json["plain_steps"] == [4]
+    assert cli(*rm, "--force").code == 0
+    assert cli("ls", "llama", *durable).code == 3
 
 
 def test_rm_of_the_memory_tier_keeps_plain_checkpoints(cli, job):
