@@ -255,9 +255,7 @@ class CheckpointRestorer:
                 log.warning("%s", newer)
         if strict:
             return
-        missing = sorted(
-            flatten_state(resolve_stateful(state)).keys() - reader.read_metadata().state_dict_metadata.keys()
-        )
+        missing = sorted(flatten_state(resolve_stateful(state)).keys() - set(reader.saved_names))
         for description, names in (
             ("saved and not restored", reader.unused),
             ("not in the checkpoint, left as is", missing),

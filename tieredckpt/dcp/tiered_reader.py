@@ -15,7 +15,7 @@ import os
 import secrets
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Literal
 
 from torch.distributed.checkpoint.metadata import Metadata
@@ -194,6 +194,11 @@ class TieredReader(StorageReader):
         step = self._steps.get(group) if group is not None else None
         return (*step.names.names, *step.names.objects) if step is not None else ()
 
+    @property
+    def saved_names(self) -> Collection[str]:
+        """Names of all entries of the loaded step or plain checkpoint."""
+        return self._plain[1].read_metadata().state_dict_metadata if self._plain is not None else self.restored_names
+
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         if checkpoint_id is not None:
             self._location = location_for_checkpoint_id(checkpoint_id, self._location, self._step_given)
@@ -227,12 +232,12 @@ class TieredReader(StorageReader):
                 return _metadata(step, self._location)
         except TieredCheckpointError as error:
             self.error = error
-            raise
-        finally:
             self._listed = False
+            raise
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         self._rank = kwargs.get("rank", 0)
+        self._listed = False  # from here on the load uses what it has listed
         if self.error is not None:
             raise self.error
         if self._plain:

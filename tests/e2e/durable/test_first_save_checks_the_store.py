@@ -1,6 +1,7 @@
 """The first save of a run checks whether the durable tier is refused, absent, unreachable or usable."""
 
 import logging
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from tests.support.ports import free_port
 from tests.support.s3 import REGION
 from tieredckpt.errors import DurableRefusedError, TieredCheckpointError, TierUnavailableError
 from tieredckpt.session.session import close_sessions
-from tieredckpt.settings import DurableSettings
+from tieredckpt.settings import DurableSettings, load_settings
 
 pytestmark = [pytest.mark.filterwarnings("ignore:torch.distributed is disabled"), pytest.mark.e2e]
 
@@ -171,6 +172,6 @@ def test_run_that_restored_a_step_continues_without_the_store(agent_dir, caplog)
 
 
 def test_save_in_one_call_checks_the_store(agent_dir, moto):
-    settings = tieredckpt.Settings(durable=moto.settings(url="s3://no-such-bucket/prefix"))
+    settings = replace(load_settings(), durable=moto.settings(url="s3://no-such-bucket/prefix"))
     with pytest.raises(DurableRefusedError, match="NoSuchBucket"):
         tieredckpt.save("tiered://one-call", {"w": torch.ones(3)}, 0, settings=settings)

@@ -4,6 +4,7 @@ import contextlib
 from dataclasses import replace
 
 import pytest
+import torch
 import torch.distributed.checkpoint as dcp
 
 from peerstore.testing import memory_store
@@ -92,20 +93,47 @@ class Counted:
         return self._store.list(prefix, **options)
 
 
-@pytest.mark.parametrize("read", [restore, load])
-def test_restore_lists_the_store_once_per_rank(job, read):
-    job.save(1)
-    close_sessions()
-    opened = []
+@pytest.fixture
+def listings():
+    """Return a function that counts the listings of an agent in this process since its last call."""
+    opened, counted = [], [0]
 
     def opener(*arguments):
         opened.append(Counted(open_store(*arguments)))
         return opened[-1]
 
+    def since():
+        before, counted[0] = counted[0], sum(one.count for one in opened)
+        return counted[0] - before
+
     with contextlib.ExitStack() as cleanup:
         store = cleanup.enter_context(memory_store("1GiB"))
         node = cleanup.enter_context(contextlib.closing(NodeAgentService(store, open_durable=opener)))
         cleanup.enter_context(use_agent_factory(lambda *_: _Shared(node)))
-        for times in (1, 2):
-            assert read(job) == 1
-            assert sum(one.count for one in opened) == times
+        yield since
+
+
+@pytest.mark.parametrize("read", [restore, load])
+def test_restore_lists_the_store_once_per_rank(job, read, listings):
+    job.save(1)
+    close_sessions()
+    listings()
+    for _ in range(2):
+        assert read(job) == 1
+        assert listings() == 1
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_restore_of_an_optimizer_lists_the_store_once(job, listings, strict):
+    def state():
+        model = torch.nn.Linear(4, 4)
+        return {"model": model, "optim": torch.optim.AdamW(model.parameters())}
+
+    trained = state()
+    trained["model"](torch.ones(4)).sum().backward()
+    trained["optim"].step()
+    with job.checkpointer() as ckpt:
+        assert ckpt.save(trained, 1).wait("durable")
+        listings()
+        assert ckpt.restore(state(), strict=strict) == 1
+        assert listings() == 1

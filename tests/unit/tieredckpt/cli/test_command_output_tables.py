@@ -69,7 +69,7 @@ def steps(out):
         in_memory=127,
         parts=128,
     )
-    ls._show_block(out, [row], [119_000])
+    ls._show_block(out, [row], {119_000: ["plain", "-", "yes", "1", "-", "-", "DCP's own files"]})
     return [REASON]
 
 
