@@ -235,7 +235,9 @@ def _classify_by_name(kind: type[BaseException], text: str) -> StoreFailure | No
         if meaning is not None:
             if "CERTIFICATE_VERIFY_FAILED" in text:
                 meaning = FailureKind.REFUSED
-            return StoreFailure(meaning, _one_line(text or kind.__name__), credentials=meaning is FailureKind.REFUSED)
+            advice = f". {_ADVICE[each.__name__]}" if each.__name__ in _ADVICE else ""
+            detail = _one_line(text or kind.__name__).removesuffix(".") + advice
+            return StoreFailure(meaning, detail, credentials=meaning is FailureKind.REFUSED)
     return None
 
 
@@ -328,7 +330,10 @@ _CREDENTIAL_CODES = frozenset(
         "TokenRefreshRequired",
     )
 )
-_CREDENTIALS = "Check the credentials (profile, role, environment) this process runs with"
+_CREDENTIALS = (
+    "Check the credentials (profile, role, environment) of this process. A node agent has those of its start: "
+    "`tieredckpt agent restart` gives it those of your shell"
+)
 _REGION = "The bucket is in another region: set `region` (or `endpoint`) in durable.options"
 _ADVICE = {
     **dict.fromkeys(_CREDENTIAL_CODES, _CREDENTIALS),
@@ -345,6 +350,7 @@ _ADVICE = {
     "401": _CREDENTIALS,
     "403": _CREDENTIALS,
     "507": "Make room in the store",
+    **dict.fromkeys(("NoCredentialsError", "PartialCredentialsError", "ProfileNotFound"), _CREDENTIALS),
 }
 _NAMES = {
     **dict.fromkeys(

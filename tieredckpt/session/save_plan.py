@@ -21,7 +21,13 @@ from tieredckpt.format.slice_boxes import Box
 from tieredckpt.session.incarnation import IncarnationTracker
 from tieredckpt.tensors.plain_tensors import dtype_name, is_plain_tensor
 from tieredckpt.tensors.safe_objects import warn_unsafe_object
-from tieredckpt.tensors.state_dict import Fingerprint, archive_object, local_tensor, require_materialized
+from tieredckpt.tensors.state_dict import (
+    UNPICKLABLE_ADVICE,
+    Fingerprint,
+    archive_object,
+    local_tensor,
+    require_materialized,
+)
 
 PlanSignature = tuple[Any, ...]
 _KEPT_PLANS = 4
@@ -108,7 +114,7 @@ def resolve_write_item(planner: SavePlanner, item: WriteItem) -> Any:
     except Exception as error:  # the object's own pickling may raise any exception
         if item.type is not WriteItemType.BYTE_IO or isinstance(error, TieredCheckpointError):
             raise
-        raise UsageError(f"{item.index.fqn} cannot be pickled: {error}") from error
+        raise UsageError(f"{item.index.fqn} cannot be pickled: {error}. {UNPICKLABLE_ADVICE}") from error
     if item.type is WriteItemType.BYTE_IO:
         if not hasattr(data, "getvalue"):
             raise UsageError(f"the planner gave a {type(data).__name__} for {item.index.fqn}, expected a BytesIO")

@@ -21,6 +21,7 @@ from tieredckpt.format.shard_layout import TensorEntry
 from tieredckpt.tensors.plain_tensors import has_ordinary_dispatch, is_plain_tensor
 from tieredckpt.tensors.safe_objects import check_safe_object, warn_unsafe_object
 
+UNPICKLABLE_ADVICE = "Leave it out of the state, or save the numbers, strings and tensors that it is made of"
 _ORDINARY = (torch.Tensor, torch.nn.Parameter)
 
 
@@ -212,7 +213,9 @@ class ObjectArchiveCache:
         try:
             data = archive_object(value)
         except Exception as error:  # the object's own pickling may raise any exception
-            raise UsageError(f"{name} is a {type(value).__name__} that cannot be pickled: {error}") from error
+            raise UsageError(
+                f"{name} is a {type(value).__name__} that cannot be pickled: {error}. {UNPICKLABLE_ADVICE}"
+            ) from error
         if token is not None:
             self._archives[name] = (token, data)
         elif not self._trusted:

@@ -107,7 +107,7 @@ def test_wrong_secret_is_refused(agent_dir, rclone, monkeypatch):
 def test_absent_credentials_are_refused(agent_dir, rclone, monkeypatch):
     monkeypatch.delenv("AWS_ACCESS_KEY_ID")
     monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
-    with pytest.raises(DurableRefusedError, match="Unable to locate credentials"):
+    with pytest.raises(DurableRefusedError, match=r"Unable to locate credentials.*`tieredckpt agent restart`"):
         first_save(agent_dir, durable_settings(rclone))
 
 
