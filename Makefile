@@ -5,7 +5,7 @@ TOX := .venv/bin/tox
 BIN := .tox/py/bin
 DEMO := .venv-demo
 
-.PHONY: help quick test check demo demo-hyperpod bench docs nightly test-system test-gpu clean
+.PHONY: help quick test check demo demo-hyperpod bench docs nightly test-system test-gpu release-check clean
 
 help:
 	@echo "make demo         kill a rank, lose a node, shrink, grow, drain: the whole story, with its set-up in three minutes"
@@ -17,6 +17,7 @@ help:
 	@echo "make docs         check the documentation and build the site in site/; ARGS=--write: generate the reference pages first"
 	@echo "make test-system  tests that need Debian packages or root (says what it skips and why)"
 	@echo "make test-gpu     checks and figures of a GPU in under 8 minutes, in build/gpu/report.html (on fakes without one)"
+	@echo "make release-check  build an sdist and a wheel, install them in clean environments, and run the README's loop there"
 	@echo "make nightly      what takes hours; goes on where it was stopped, and writes build/nightly/page.md"
 
 $(TOX): requirements/tox.txt
@@ -96,6 +97,11 @@ docs: env
 bench: $(TOX)
 	@[ -d .tox/bench ] || echo "Installing the packages for benchmarks in .tox/bench (2.4 GB; 2 to 10 minutes) ..."
 	$(TOX) -q -e bench -- $(ARGS)
+
+# With ARGS='--torch torch==2.11.0': another torch than that of requirements/torch.txt.
+release-check:
+	@mkdir -p build
+	@$(PYTHON) .ci/release.py $(ARGS)
 
 clean:
 	rm -rf .venv $(DEMO) .tox build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

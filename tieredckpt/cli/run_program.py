@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 import click
 
+from peerstore.optional_packages import missing_package_error
 from tieredckpt.cli.command_output import CommandOutput
 from tieredckpt.cli.exit_codes import ExitCode
 
@@ -39,6 +40,10 @@ def run_program(command: click.Command, screen: CommandOutput, argv: Sequence[st
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return ExitCode.OK
         return screen.report_error(error)
+    except ModuleNotFoundError as error:  # an agent's image has no torch
+        if error.name is None or error.name.partition(".")[0] != "torch":
+            raise
+        return screen.report_error(missing_package_error("this command", "torch"))
 
 
 def _invoke(command: click.Command, screen: CommandOutput, words: list[str]) -> int | None:

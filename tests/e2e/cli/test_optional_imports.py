@@ -60,6 +60,7 @@ TORCHFT = "integration.torchft " + install("torchft", "'tieredckpt[torchft]'")
 TORCHTITAN = "integration.torchtitan " + install("torchtitan", "'tieredckpt[torchtitan]'")
 RAY = "integration.ray_train " + install("ray", "'tieredckpt[ray]'")
 TRANSFORMERS = "integration.transformers " + install("transformers", "'tieredckpt[transformers]'")
+TORCH = "this command " + install("torch", "torch")
 AGENT = install("hyperpod_elastic_agent", "--no-deps hyperpod-elastic-agent")
 AGENT_SERVER = install("fastapi", 'fastapi==0.131.0 "uvicorn[standard]" psutil')
 
@@ -106,6 +107,8 @@ def run_without(tmp_path_factory):
         ("opentelemetry", "-m tieredckpt goodput llama --otlp", f"tieredckpt: {OTLP}"),
         ("hyperpod_elastic_agent", "-m integration.hyperpod.hyperpodrun train.py", f"hyperpodrun {AGENT}"),
         ("hyperpod_elastic_agent", "-m integration.hyperpod.demo", f"the demo {AGENT}"),
+        ("torch", "-m tieredckpt export llama out", f"tieredckpt: {TORCH}"),
+        ("torch", "-m elastic reshard file:///a/llama file:///b/llama --ranks 4", f"elastic: {TORCH}"),
         ("fastapi", "-m integration.hyperpod.hyperpodrun train.py", f"hyperpodrun {AGENT_SERVER}"),
     ],
 )

@@ -4,6 +4,8 @@ import argparse
 import re
 import shutil
 import subprocess
+import sys
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -186,6 +188,18 @@ def test_dockerfile_copies_existing_files_and_sets_the_user():
         for name in line.split():
             assert (repository / name).exists()
     assert re.findall(r"^USER (.+)$", text, re.MULTILINE) == ["10001:10001"]
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="the image has Python 3.11 with tomllib")
+def test_image_has_all_dependencies_but_torch():
+    repository = ROOT.parents[2]
+    if not (repository / "pyproject.toml").exists():
+        pytest.skip("installed without its repository")
+    text = (ROOT / "Dockerfile").read_text(encoding="utf-8")
+    (program,) = re.findall(r'^RUN python -c "(.+?)" >', text, re.MULTILINE)
+    listed = subprocess.run([sys.executable, "-c", program], cwd=repository, capture_output=True, text=True, check=True)
+    required = {re.match(r"[\w-]+", one)[0] for one in metadata.requires("tieredckpt") if "extra ==" not in one}
+    assert {re.match(r"[\w-]+", one)[0] for one in listed.stdout.split()} == required - {"torch"}
 
 
 @each_pod
