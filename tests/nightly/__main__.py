@@ -54,6 +54,7 @@ def tasks() -> list[Task]:
     found += random_faults(python)
     found += [Task(f"demo: {name}", (python, "-m", name, "demo"), 1800.0) for name in ("tieredckpt", "elastic")]
     found.append(Task("demo: make demo in a fresh clone", ("sh", "-ec", _CLONE), 3600.0, unavailable=_NOT_HERE))
+    found.append(Task("release: both distributions", ("make", "release-check"), 3600.0, unavailable=_NOT_HERE))
     return found + contracts()
 
 
