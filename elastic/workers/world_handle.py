@@ -297,6 +297,7 @@ class World:
 
     def report_sealed(self) -> None:
         """Report to the control plane that this rank's state is sealed, so that the rank may be stopped."""
+        self._report_progress()  # the last save may have completed after the last step
         try:
             self._plane.report_sealed(self.completed, checkpoint=sealed_here())
             self.is_sealed = True

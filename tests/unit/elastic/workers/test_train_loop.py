@@ -161,6 +161,32 @@ def test_stopped_job_is_sealed_and_names_the_next_step():
     assert str(ends[0]) == f"stopped after step {seen[0]}; start it again to go on with step {seen[0] + 1}"
 
 
+def test_sealed_step_is_in_the_progress_when_it_is_reported():
+    """The save of the last step completes after the step: only the seal waits for it."""
+    plane = InMemoryCoordinator(1)
+    (rank,) = plane.planes
+    reported, report_sealed = [], rank.report_sealed
+
+    def record(step, **rest):
+        reported.append((rank.last_progress.sealed, rest["checkpoint"].step))
+        report_sealed(step, **rest)
+
+    rank.report_sealed = record
+
+    def train(world):
+        state = {"step": torch.tensor(0)}
+        with Checkpointer("tiered://job") as ckpt:
+            for step in world.steps(0, checkpoint=(ckpt, state)):
+                state["step"].fill_(step)
+                if step == 5:
+                    plane.stop("the night is over")
+
+    with memory_node():
+        wait_results(job(plane, train))
+    ((progress, checkpoint),) = reported
+    assert progress == checkpoint == 5
+
+
 def test_exception_is_a_fault_and_all_ranks_restart():
     plane = InMemoryCoordinator(2)
 
