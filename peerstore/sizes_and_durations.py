@@ -1,4 +1,4 @@
-"""Sizes and durations in text form: parse and format."""
+"""Sizes, durations and counts in text form: parse and format."""
 
 from __future__ import annotations
 
@@ -42,3 +42,8 @@ def show_seconds(seconds: float) -> str:
     if seconds < 60:
         return f"{seconds:.2f} s"
     return f"{seconds / 60:.1f} min" if seconds < 3600 else f"{seconds / 3600:.1f} h"
+
+
+def show_count(number: int, one: str, more: str) -> str:
+    """Format a number with its noun: ``1 step is``, ``2 steps are``."""
+    return f"{number} {one if number == 1 else more}"

@@ -10,6 +10,7 @@ import logging
 from typing import NamedTuple
 
 from elastic.control.control_messages import MAX_NODES, NodeStatus, WorldSpec
+from peerstore.sizes_and_durations import show_count
 
 log = logging.getLogger(__name__)
 _KEPT_WORLDS = 64
@@ -79,8 +80,9 @@ def _report(node: str, sealed: _SealedLate, world: int, start: _WorldStart) -> N
     if world <= sealed.epoch or start.job != sealed.job or sealed.step <= max(start.base_step, start.known):
         return
     how = f"resumed from step {start.base_step}" if start.base_step >= 0 else "starts from nothing"
+    again = show_count(sealed.step - start.base_step, "step is", "steps are")
     log.warning(
-        "%s: node %s was silent and has sealed step %d in world %d. World %d %s without it; %d steps are done again "
+        "%s: node %s was silent and has sealed step %d in world %d. World %d %s without it; %s done again "
         "('tieredckpt ls %s' shows the node's steps)",
-        *(sealed.job, node, sealed.step, sealed.epoch, world, how, sealed.step - start.base_step, sealed.job),
+        *(sealed.job, node, sealed.step, sealed.epoch, world, how, again, sealed.job),
     )

@@ -142,7 +142,6 @@ class RankTimeline:
 
         Only the first step of a world reads the clock: the others begin at the end of one.
         """
-        self._event_log.position.newest_begun_step = step
         if self._boundary is None:
             self._boundary = self._end_stage()
             self._event_log.position.stage_began_at = None
@@ -164,6 +163,7 @@ class RankTimeline:
         self._boundary = now
         if began is None:
             return
+        self._event_log.position.newest_ended_step = step
         if self._is_first:
             self._is_first = False
             self._stage(event_types.STAGE_FIRST_STEP, began, now)

@@ -389,8 +389,8 @@ def graceful_stops(evidence: Evidence, _known: Sequence[ReferenceStep], _samples
 
 _INCOMPLETE = "not all was saved"
 _ANNOUNCED = (
-    re.compile(r"resumed from step (-?\d+) .*; (\d+) steps are done again"),
-    re.compile(r"resuming from step (\d+), (\d+) steps are repeated"),
+    re.compile(r"resumed from step (-?\d+) .*; (\d+) steps? (?:is|are) done again"),
+    re.compile(r"resuming from step (\d+), (\d+) steps? (?:is|are) repeated"),
     re.compile(
         r"step (\d+) was restored, which leaves complete newer steps behind: .* The job does (\d+) steps? again"
     ),

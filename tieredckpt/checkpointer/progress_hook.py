@@ -19,6 +19,7 @@ from typing import Protocol
 import msgspec
 
 from peerstore.message_codec import from_json
+from peerstore.sizes_and_durations import show_count
 from tieredckpt.agent.agent_api import ProtectionStatus
 from tieredckpt.checkpointer.save_handle import SaveHandle, SaveState
 from tieredckpt.dcp.restore_report import RestoreReport
@@ -173,8 +174,8 @@ def check_restored_step(job: str, expected: ExpectedStep | None, restored: int) 
         log.info("%s: %s; resuming from step %d, which is newer and complete", job, expected.source, restored)
     else:
         log.warning(
-            "%s: %s, which was not restored; resuming from step %d, %d steps are repeated",
-            *(job, expected.source, restored, expected.step - restored),
+            "%s: %s, which was not restored; resuming from step %d, %s repeated",
+            *(job, expected.source, restored, show_count(expected.step - restored, "step is", "steps are")),
         )
 
 
@@ -257,7 +258,7 @@ class SaveRestoreLog:
         report = outcome.report if outcome.report is not None and outcome.report.step == step else None
         lost = None if report is None else report.steps_redone
         if lost is None:
-            lost = position.newest_begun_step - step if position.newest_begun_step >= step else -1
+            lost = position.newest_ended_step - step if position.newest_ended_step >= step else -1
         self._event_log.write(
             RestoreEvent(
                 rank=self._rank,

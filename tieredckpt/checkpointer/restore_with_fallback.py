@@ -23,7 +23,7 @@ from peerstore import deadlines
 from peerstore.errors import PeerStoreError
 from peerstore.message_codec import from_json
 from peerstore.shard_records import VersionId
-from peerstore.sizes_and_durations import show_seconds, show_size
+from peerstore.sizes_and_durations import show_count, show_seconds, show_size
 from tieredckpt.checkpointer.progress_hook import take_reached_step
 from tieredckpt.dcp.load_vote import LoadOutlook, common_error
 from tieredckpt.dcp.plain_checkpoints import plain_reader, plain_steps
@@ -221,20 +221,20 @@ class CheckpointRestorer:
         """
         if report is None:
             return
-        if reached > report.step:
-            report.steps_redone = reached - report.step
+        redone = max(0, reached - report.step, -1 if hydration is None else hydration.reached - report.step)
+        steps = show_count(redone, "step is", "steps are")
+        if redone or hydration is not None:
+            report.steps_redone = redone
         if hydration is not None:
             report.mode = "live" if hydration.mode == "live" and hydration.step == report.step else "snapshot"
-            report.steps_redone = max(0, max(hydration.reached, reached) - report.step)
             tiers = ", ".join(f"{show_size(size)} from {tier}" for tier, size in sorted(report.bytes_by_tier.items()))
             source = "state of the surviving ranks" if report.mode == "live" else "checkpoint"
-            redone = f"{report.steps_redone} steps are done again" if report.steps_redone else "nothing is lost"
-            log.info("%s: resumed from step %d (%s: %s); %s", self._job, report.step, source, tiers, redone)
+            cost = f"{steps} done again" if redone else "nothing is lost"
+            log.info("%s: resumed from step %d (%s: %s); %s", self._job, report.step, source, tiers, cost)
         if reached > report.step and self._ranks.rank == 0:
             log.warning(
-                "%s: resumed from step %d because no newer one is complete; %d steps are done again (a rank had sealed "
-                "step %d)",
-                *(self._job, report.step, report.steps_redone, reached),
+                "%s: resumed from step %d because no newer one is complete; %s done again (a rank had sealed step %d)",
+                *(self._job, report.step, steps, reached),
             )
 
     def _log_restored(self, state: StateDict, reader: TieredReader, *, strict: bool) -> None:

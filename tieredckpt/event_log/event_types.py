@@ -181,7 +181,7 @@ class RestoreEvent(_Event, frozen=True, tag="restored"):
     seconds: float
     bytes_by_tier: dict[str, int] = {}
     steps_redone: int = -1
-    """Steps that were begun after the restored one, as far as this process knows. -1: unknown."""
+    """Steps that were completed after the restored one, as far as this process knows. -1: unknown."""
     epoch: int = -1
 
 

@@ -212,8 +212,8 @@ class RunPosition:
     rank: int = -1
     stage_began_at: float | None = None
     """Start of the current stage, before the first step of this world. ``None``: no such stage."""
-    newest_begun_step: int = -1
-    """Newest step that it has begun. -1: none."""
+    newest_ended_step: int = -1
+    """Newest step that it has completed. -1: none."""
     next_step: int = 0
     """Step after the one that was restored in this world."""
 

@@ -196,16 +196,17 @@ def _worlds_with_steps(run: JobRun) -> list[WorldSteps]:
 def _with_unwritten_steps(worlds: list[WorldSteps], run: JobRun) -> list[WorldSteps]:
     """Add the last steps of worlds whose first rank was killed before it wrote them.
 
-    The next world restored such a step and continued after it, so all ranks had completed it. Their losses are unknown.
+    Other ranks had completed them: the next world restored such a step, or reports that it is done again. Their losses
+    are unknown.
     """
-    restored: dict[int, int] = {}
+    reached: dict[tuple[int, int], int] = {}
     for one in run.restores:
-        if one.step >= 0:
-            restored[one.epoch] = min(one.step, restored.get(one.epoch, one.step))
+        key = one.epoch, one.step + 1
+        reached[key] = max(one.step + max(0, one.steps_redone), reached.get(key, -1))
     for before, after in itertools.pairwise(worlds):
         last = before.steps[-1]
-        missing = range(last.step + 1, after.steps[0].step)
-        if not missing or restored.get(after.epoch) != missing[-1]:
+        missing = range(last.step + 1, reached.get((after.epoch, after.steps[0].step), -1) + 1)
+        if not missing:
             continue
         known = [one for one in run.events if isinstance(one, FaultEvent) and one.epoch == before.epoch]
         fault = min((one.at if one.since is None else one.since for one in known), default=after.steps[0].began)

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from peerstore.errors import RequestError
 from peerstore.settings import parse_budget
-from peerstore.sizes_and_durations import parse_size, show_seconds, show_size
+from peerstore.sizes_and_durations import parse_size, show_count, show_seconds, show_size
 
 SIZES = [
     ("0", 0),
@@ -121,3 +121,8 @@ def test_a_size_is_shown_in_its_order_of_magnitude(size):
 )
 def test_times(seconds, shown):
     assert show_seconds(seconds) == shown
+
+
+@pytest.mark.parametrize(("number", "shown"), [(0, "0 steps are"), (1, "1 step is"), (2, "2 steps are")])
+def test_counts(number, shown):
+    assert show_count(number, "step is", "steps are") == shown

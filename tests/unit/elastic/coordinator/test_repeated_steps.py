@@ -46,6 +46,14 @@ LINE = (
 )
 
 
+def test_single_repeated_step_is_reported_in_the_singular(steps, lines):
+    steps.observe(says("n0", NEXT, 92, base_step=91), NEXT)
+    steps.observe(says("n1", ALONE, 92, base_step=40), NEXT)
+    (line,) = lines()
+    assert "World 2 resumed from step 91 without it; 1 step is done again" in line
+    assert names_older_step(line)
+
+
 def test_node_returns_after_the_next_world_has_sealed_a_step(steps, lines):
     steps.observe(says("n0", NEXT, 88, base_step=84), NEXT)
     assert lines() == []

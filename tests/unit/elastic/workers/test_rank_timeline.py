@@ -150,6 +150,19 @@ def test_timeline_records_hydration_from_survivors(ledger):
     assert (restored.mode, restored.steps_redone, restored.bytes_by_tier) == ("live", 0, {"peer": 8})
 
 
+def test_interrupted_step_is_not_among_the_steps_that_are_done_again(ledger):
+    record, recorded = RankTimeline(ledger, SUPERVISED), SaveRestoreLog(ledger)
+    into(record)
+    for step in range(5):
+        record.step_began(step)
+        record.step_ended(step)
+    record.step_began(5)
+    for step in (4, 2):
+        with recorded.record_restore() as told:
+            told.step = step
+    assert [(one.step, one.steps_redone) for one in ledger.of(RestoreEvent)] == [(4, 0), (2, 2)]
+
+
 def test_a_restore_that_fails_took_its_time(ledger):
     record, recorded = RankTimeline(ledger, SUPERVISED), SaveRestoreLog(ledger)
     into(record)

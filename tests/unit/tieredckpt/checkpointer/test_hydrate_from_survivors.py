@@ -142,6 +142,14 @@ def test_restore_without_survivors_reports_the_repeated_steps(job, caplog):
     assert caplog.text.count("resumed from step 5 because no newer one is complete; 3 steps are done again") == 1
 
 
+def test_single_repeated_step_is_logged_in_the_singular(job, caplog):
+    job.enter()
+    job.train(7)
+    with expect_reached_step("job", 6):
+        assert job.ckpt.restore(job.state) == 5
+    assert "resumed from step 5 because no newer one is complete; 1 step is done again" in caplog.text
+
+
 def test_step_that_lost_ranks_had_sealed_counts_beside_the_survivors(job, caplog):
     job.enter()
     job.train(9)

@@ -174,6 +174,32 @@ def test_restored_step_counts_although_a_killed_rank_did_not_record_it():
     assert seconds(found)["productive"] == 4
 
 
+def test_unrecorded_step_of_a_killed_rank_is_lost_if_it_is_done_again():
+    """Rank 0 is killed in step 2 after another rank has sealed it, so that step 1 is restored."""
+    told = EventLogBuilder().process_began(0).world_formed(0).steps(0, 2, at=0).fault(3.5, since=3.25)
+    told.world_formed(4, epoch=1, how="respawn").restored(1, at=4, took=0.5, epoch=1, steps_redone=1)
+    found = analyse(told.steps(2, 2, at=5, epoch=1).process_ended(7).events)
+    assert (found.steps, found.steps_counted, found.steps_lost) == (5, 4, 1)
+    (_, recovery) = found.recoveries
+    assert (recovery.steps_lost, recovery.lost_s) == (1, 1.25)
+    assert seconds(found) == {"productive": 4, "lost": 1.25, "recovery": 1.75}
+
+
+def test_steps_lost_by_a_restart_from_nothing_include_unrecorded_ones():
+    told = EventLogBuilder().process_began(0).world_formed(0).steps(0, 2, at=0).fault(4)
+    told.world_formed(4, epoch=1, how="restart").restored(-1, at=4, epoch=1, steps_redone=4)
+    found = analyse(told.steps(0, 4, at=5, epoch=1).process_ended(9).events)
+    assert (found.steps, found.steps_counted, found.recoveries[1].steps_lost) == (8, 4, 4)
+
+
+def test_restore_of_another_step_adds_no_unrecorded_steps():
+    """A checkpoint of another job is loaded, and the world continues after neither of the two."""
+    told = EventLogBuilder().process_began(0).world_formed(0).steps(0, 2, at=0).fault(3)
+    told.world_formed(4, epoch=1, how="restart").restored(900, at=4, epoch=1, steps_redone=7)
+    found = analyse(told.steps(1, 2, at=5, epoch=1).process_ended(7).events)
+    assert (found.steps, found.steps_lost) == (4, 1)
+
+
 def test_unrecorded_step_without_a_restore_is_not_counted():
     told = (
         EventLogBuilder()
