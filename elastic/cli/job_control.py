@@ -24,7 +24,7 @@ from elastic.control.coordinator_client import call_coordinator
 from elastic.control.run_directory import LocalRun, RunDirectory, describe_no_job, list_runs, run_secret
 from elastic.errors import JobNotFoundError, PolicyError
 from elastic.fault_injection.fault_spec import FaultInjection, InjectionKind, InjectionPhase, parse_injection
-from tieredckpt.cli.command_output import format_age, text_table
+from tieredckpt.cli.command_output import format_age, pluralized, text_table
 from tieredckpt.cli.exit_codes import ExitCode
 from tieredckpt.settings import run_directory
 
@@ -136,16 +136,16 @@ def stop_command(
 
 
 def show_job_status(out: Console, answer: ElasticJobStatus) -> None:
-    ranks = len([node for node in answer.nodes if node.node_rank is not None]) * answer.nproc
+    ranks = pluralized(len([node for node in answer.nodes if node.node_rank is not None]) * answer.nproc, "rank")
     reason = f": {answer.reason}" if answer.reason else ""
-    out.print(
-        f"[bold]{escape(answer.job)}[/] {answer.phase.value}, world {answer.epoch}, {ranks} ranks{escape(reason)}"
-    )
+    out.print(f"[bold]{escape(answer.job)}[/] {answer.phase.value}, world {answer.epoch}, {ranks}{escape(reason)}")
     if answer.pause is not None:
         left = "" if answer.pause.within_s is None else f", {answer.pause.within_s:.0f} s left"
         out.print(f"stopping at a common step{left}: {escape(answer.pause.reason)}")
-    if answer.requested_nodes:
-        out.print(f"{answer.requested_nodes} nodes more could be used")
+    if answer.replacement_wait is not None:
+        out.print(f"the job {escape(str(answer.replacement_wait))}")
+    elif answer.requested_nodes:
+        out.print(f"the job could use {pluralized(answer.requested_nodes, 'more node')}")
     rows = [
         (
             node.node,

@@ -33,12 +33,14 @@ from peerstore.errors import ProtocolError
 from peerstore.membership.topology import PeerNode
 from peerstore.message_codec import decode_message
 from peerstore.shard_records import NonNegativeInt, NonNegativeIntOrMinusOne
+from peerstore.sizes_and_durations import show_count
 
 RANK_PROTOCOL = 1
 MAX_RANK_MESSAGE_BYTES = 64 << 10
 MAX_NODES = 16_384
 """Largest number of nodes of a job. A message names each node at most once, in at most 128 bytes."""
 MAX_NODE_MESSAGE_BYTES = 16 << 20
+_MOST_NAMES = 8
 
 
 class RankPhase(enum.Enum):
@@ -354,6 +356,25 @@ class NodeSummary(msgspec.Struct, frozen=True):
     """Seconds since its last message."""
 
 
+class ReplacementWait(msgspec.Struct, frozen=True):
+    """Wait of a job without a world for replacements of the nodes that it lost."""
+
+    lost_nodes: tuple[str, ...]
+    """Nodes of the last world that are no longer in the job."""
+    within_s: float
+    """Seconds until the job continues without a replacement, or stops."""
+    remaining_nodes: int
+    """Number of nodes with which the job then continues; 0 if they are too few, so that it stops."""
+
+    def __str__(self) -> str:
+        more = len(self.lost_nodes) - _MOST_NAMES
+        names = ", ".join(self.lost_nodes[:_MOST_NAMES]) + (f" and {more:,} more" if more > 0 else "")
+        what = f"a replacement of {names}" if names else "another node"
+        nodes = show_count(self.remaining_nodes, "node", "nodes")
+        then = f"continues with {nodes}" if self.remaining_nodes else "stops"
+        return f"waits {self.within_s:.0f} s for {what}, then {then}"
+
+
 class ElasticJobStatus(msgspec.Struct, frozen=True):
     """Status of the job after a request was applied."""
 
@@ -374,6 +395,8 @@ class ElasticJobStatus(msgspec.Struct, frozen=True):
     pause: ChangeMessage | None = None
     refused: str = ""
     """Why the request was refused, or ""."""
+    replacement_wait: ReplacementWait | None = None
+    """The wait for replacements of lost nodes; ``None`` if the job does not wait for any."""
 
 
 _encode = msgspec.msgpack.Encoder().encode

@@ -80,8 +80,8 @@ def describe_wait(status: ElasticJobStatus) -> str:
         return f"The job could use {count_text(status.requested_nodes, 'more node')}." if status.requested_nodes else ""
     ready = sum(node.state == "standby" for node in status.nodes)
     text = f"{ready} of {count_text(status.target_nodes, 'node')} ready for the next world."
-    if status.phase is WorldPhase.WAITING:
-        text += " The job waits for a replacement until its time limit."
+    if status.replacement_wait is not None:
+        text += f" The job {status.replacement_wait}."
     late = [f"{node.node} ({node.state})" for node in status.nodes if node.state in ("starting", "disconnected")]
     return f"{text} Waiting for {_listed(late)}." if late else text
 

@@ -5,14 +5,15 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 
-from elastic.control.control_messages import ElasticJobStatus, ExitReason, NodeSummary
+from elastic.control.control_messages import ElasticJobStatus, ExitReason, NodeSummary, ReplacementWait
 from elastic.control.control_plane import RankProgress
 from elastic.control.epoch_state import ChangeMessage
 from elastic.coordinator.job_snapshot import JobSnapshot
 from elastic.coordinator.node_liveness import NodeRecord
 from elastic.rendezvous.store_servers import ROOTLESS
 from elastic.world import world_state
-from elastic.world.world_state import WorldState
+from elastic.world.world_state import WorldPhase, WorldState
+from elastic.world.world_transition import available_members, max_world_nodes
 from tieredckpt.event_log import EventLog, event_types
 
 
@@ -38,6 +39,7 @@ def elastic_job_status(snapshot: JobSnapshot, now: float, *, refused: str = "") 
         requested_nodes=snapshot.requested_nodes,
         pause=ChangeMessage.of(snapshot.epoch_state.pause, now),
         refused=refused,
+        replacement_wait=_replacement_wait(snapshot, now),
     )
 
 
@@ -58,6 +60,16 @@ def missing_nodes(snapshot: JobSnapshot) -> str:
         f"{here} of {wanted} nodes {verb} here, waiting for {wanted - here} more. {start}. "
         f"For each of the others run: {settings.join_command}"
     )
+
+
+def _replacement_wait(snapshot: JobSnapshot, now: float) -> ReplacementWait | None:
+    world, policy = snapshot.world, snapshot.settings.policy
+    if world.phase is not WorldPhase.WAITING or world.replacement_deadline_s is None:
+        return None
+    lost = tuple(node for node in world.ranked_nodes if node not in world.members)
+    remaining = min(max_world_nodes(world, policy), len(available_members(world)))
+    within_s = max(0.0, world.replacement_deadline_s - now)
+    return ReplacementWait(lost, within_s, policy.largest_size_within(remaining))
 
 
 def _store(snapshot: JobSnapshot) -> str:

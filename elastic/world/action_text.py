@@ -16,6 +16,7 @@ from elastic.world.world_state import (
     StopJob,
     WorldAction,
 )
+from peerstore.sizes_and_durations import show_count
 
 
 def describe_action(action: WorldAction, now_s: float) -> str:
@@ -43,7 +44,7 @@ def describe_action(action: WorldAction, now_s: float) -> str:
             how = "killed" if action.force else "released"
             return f"node {action.node} is {how}: {action.reason}"
         case RequestNodes():
-            return f"the job can use {action.nodes} more nodes: {action.reason}"
+            return f"the job can use {show_count(action.nodes, 'more node', 'more nodes')}: {action.reason}"
         case StopJob():
             sealed = "" if action.sealed_step is None else f" after step {action.sealed_step.step}"
             return f"the job stops{sealed}: {action.reason}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from elastic.control.control_messages import ElasticJobStatus, NodeSummary
+from elastic.control.control_messages import ElasticJobStatus, NodeSummary, ReplacementWait
 from elastic.control.control_plane import NoticeKind
 from elastic.control.epoch_state import ChangeMessage
 from elastic.coordinator.coordinator_page import coordinator_page
@@ -58,9 +58,12 @@ def test_forming_job_names_the_nodes_it_waits_for():
 
 
 def test_waiting_job_says_that_a_replacement_may_come():
-    text = page_of(status(node("n0", state="standby"), phase=WorldPhase.WAITING, reason="n1 was lost")).text
+    wait = ReplacementWait(("n1",), 24.4, 1)
+    one = status(node("n0", state="standby"), phase=WorldPhase.WAITING, reason="n1 was lost", replacement_wait=wait)
+    text = page_of(one).text
     assert "waiting for nodes" in text
-    assert "Last change: n1 was lost. 1 of 2 nodes ready for the next world. The job waits for a replacement" in text
+    assert "Last change: n1 was lost. 1 of 2 nodes ready for the next world. The job waits 24 s for" in text
+    assert "for a replacement of n1, then continues with 1 node." in text
 
 
 def test_pausing_job_names_the_nodes_whose_ranks_have_not_sealed():
