@@ -92,7 +92,9 @@ class RunResult(Generic[T]):
 
     def __str__(self) -> str:
         if self.outcome is RunOutcome.STOPPED:
-            return f"stopped after step {self.steps - 1}; start it again to go on with step {self.steps}"
+            if not self.steps:
+                return "stopped before the first step"
+            return f"stopped after step {self.steps - 1}; start it again to resume from step {self.steps - 1}"
         if self.outcome is RunOutcome.DISMISSED and not self.worlds:
             return "not needed: this process ended without having been in a world"
         return f"{self.outcome.value} after {self.worlds} world{'s' if self.worlds != 1 else ''}"

@@ -145,7 +145,7 @@ def test_missing_sealed_step_is_a_fault_and_the_newest_is_restored_next():
     assert "the ranks sealed step 9 before this world: tiered://job/step-9: no complete step to load" in faults[0]
 
 
-def test_stopped_job_is_sealed_and_names_the_next_step():
+def test_stopped_job_is_sealed_and_names_the_step_that_it_resumes_from():
     plane = InMemoryCoordinator(2)
     seen = []
 
@@ -158,7 +158,11 @@ def test_stopped_job_is_sealed_and_names_the_next_step():
     assert {end.outcome for end in ends} == {RunOutcome.STOPPED}
     assert len({end.steps for end in ends}) == 1
     assert set(seen) == {ends[0].steps - 1}
-    assert str(ends[0]) == f"stopped after step {seen[0]}; start it again to go on with step {seen[0] + 1}"
+    assert str(ends[0]) == f"stopped after step {seen[0]}; start it again to resume from step {seen[0]}"
+
+
+def test_job_stopped_before_its_first_step_names_no_step():
+    assert str(RunResult(RunOutcome.STOPPED)) == "stopped before the first step"
 
 
 def test_sealed_step_is_in_the_progress_when_it_is_reported():
