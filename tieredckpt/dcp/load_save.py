@@ -11,7 +11,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
@@ -20,6 +19,7 @@ from tieredckpt.dcp.rank_group import unwrap_load_error, unwrap_save_error
 from tieredckpt.dcp.tiered_reader import TieredReader
 from tieredckpt.dcp.tiered_writer import TieredWriter
 from tieredckpt.settings import Settings
+from tieredckpt.tensors.nested_state import nested_state
 
 
 def load(
@@ -53,8 +53,7 @@ def load(
     paths = metadata.planner_data
     if not isinstance(paths, Mapping) or not state.keys() <= paths.keys():  # saved flat
         return state
-    nested: dict[str, Any] = unflatten_state_dict(state, {name: paths[name] for name in state})
-    return nested
+    return nested_state(state, paths)
 
 
 def save(

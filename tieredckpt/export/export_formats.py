@@ -29,6 +29,7 @@ from tieredckpt.export.step_source import StepSource, tensor_raw_bytes, without_
 from tieredckpt.format.saved_directory import DIRECTORY_ENTRY, ROOT_NAME, check_file_name
 from tieredckpt.format.shard_layout import SAFETENSORS_DTYPES
 from tieredckpt.format.slice_boxes import full_box
+from tieredckpt.tensors.nested_state import nested_state
 from tieredckpt.tensors.plain_tensors import dtype_from_name
 
 SAFETENSORS_INDEX_NAME = "model.safetensors.index.json"
@@ -226,7 +227,7 @@ def write_torch(
     values.update(_objects(source, [name for name in names if name in source.step.objects], allow_pickle=allow_pickle))
     paths = source.step.paths
     if paths is not None and all(name == shown for name, shown in names.items()):
-        state = unflatten_state_dict(values, {name: paths[name] for name in values})
+        state = nested_state(values, paths)
     else:
         state = {names[name]: value for name, value in values.items()}
     with without_torch_warnings():

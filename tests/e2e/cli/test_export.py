@@ -1,5 +1,6 @@
 """``tieredckpt export`` copies a step bit for bit, in every format, completely or not at all."""
 
+import copy
 import json
 import os
 import resource
@@ -14,7 +15,7 @@ from safetensors.torch import load_file
 
 from tests.support.bits import assert_same_bits, tensor_bytes, zeros_like_state
 from tests.support.jobs import CheckpointJob, state_at
-from tieredckpt import Checkpointer
+from tieredckpt import Checkpointer, load
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
@@ -130,6 +131,47 @@ def test_torch_export_preserves_the_state(cli, saved_job, tmp_path):
             assert found[section] == value
     mapped = torch.load(path, weights_only=True, mmap=True)
     assert tensor_bytes(mapped["model"]["embed"]) == tensor_bytes(expected["model"]["embed"])
+
+
+def train(model, optimizer):
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(torch.ones(2, 3)).sum().backward()
+        optimizer.step()
+
+
+def export_torch(cli, job, folder):
+    assert cli("export", job, folder / "state.pt", "--format", "torch").code == 0
+    return torch.load(folder / "state.pt", weights_only=True)
+
+
+def load_whole(cli, job, folder):
+    return load(job)
+
+
+@pytest.mark.parametrize("read", [export_torch, load_whole])
+@pytest.mark.parametrize(
+    "optimizer",
+    [(torch.optim.AdamW, {}), (torch.optim.SGD, {"momentum": 0.9}), (torch.optim.SGD, {})],
+    ids=["adamw", "momentum", "stateless"],
+)
+def test_optimizer_loads_its_exported_state(cli, agent_dir, durable, tmp_path, read, optimizer):
+    kind, options = optimizer
+    model = torch.nn.Sequential(*(torch.nn.Linear(3, 3) for _ in range(6)))
+    saved = kind(model.parameters(), lr=0.1, **options)
+    train(model, saved)
+    save_state(CheckpointJob(agent_dir, durable, "m"), {"model": model, "optim": saved})
+    found = read(cli, "m", tmp_path)
+    copied = copy.deepcopy(model)
+    restored = kind(copied.parameters(), lr=0.3, **options)
+    restored.load_state_dict(found["optim"])
+    moments, found_moments = saved.state_dict()["state"], restored.state_dict()["state"]
+    assert list(moments) == list(found_moments)
+    for number, values in moments.items():
+        assert_same_bits(dict(sorted(values.items())), dict(sorted(found_moments[number].items())))
+    train(model, saved)
+    train(copied, restored)
+    assert_same_bits(model.state_dict(), copied.state_dict())
 
 
 def test_a_dcp_folder_loads_with_dcp(cli, saved_job, tmp_path):
