@@ -9,7 +9,7 @@ import shlex
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
 from email.utils import parsedate_to_datetime
 from importlib import metadata
@@ -19,6 +19,7 @@ from urllib.parse import urlsplit
 
 import click
 from rich.console import Console
+from rich.table import Table
 
 from peerstore.daemon_process import ensure_private_directory
 from peerstore.errors import AgentUnreachableError, PeerStoreError, RequestError
@@ -33,6 +34,7 @@ from tieredckpt.cli.exit_codes import ExitCode
 from tieredckpt.cli.findings import (
     CheckResult,
     CheckStatus,
+    LossSurvival,
     MemoryMeasurements,
     about_nccl,
     check_clock_skew,
@@ -40,7 +42,7 @@ from tieredckpt.cli.findings import (
     check_memory,
     check_passed,
     check_warning,
-    loss_survivals,
+    survivals_by_job,
 )
 from tieredckpt.durable.object_store import ObjectStore
 from tieredckpt.durable.retrying_store import open_store
@@ -52,6 +54,7 @@ from tieredckpt.errors import (
     TierUnavailableError,
 )
 from tieredckpt.http_server import UNIX
+from tieredckpt.memory_service_options import jobs_in_use
 from tieredckpt.settings import DurableSettings, Settings, override_settings
 
 FRAMEWORK_CHECKS = "tieredckpt.framework_checks"
@@ -59,8 +62,8 @@ FRAMEWORK_CHECKS = "tieredckpt.framework_checks"
 FrameworkCheck = Callable[[str, Settings, Mapping[str, str]], list[CheckResult]]
 _TIMEOUT_S = 5.0
 _AGENT_STORE = "agent's uploads"
-_STORE = ("durable tier", "credentials", "clock", _AGENT_STORE)
-"""Subjects of findings that stop all uploads if they fail."""
+_STORE = ("durable tier", "credentials", "clock")
+"""Subjects of findings about a store that stop all uploads if they fail."""
 _CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
 
@@ -93,49 +96,54 @@ def doctor_command(
         settings = settings_from_options(agent_dir, durable)
         probe_bytes = parse_size(size)
     except SettingsError as error:
-        return _print_report(screen, None, [check_failed("settings", str(error), "correct these keys")])
+        return _print_report(screen, [check_failed("settings", str(error), "correct these keys")], [])
     except ValueError as error:
         raise click.BadParameter(str(error), param_hint="--size") from error
     found = [_about_settings(settings), *_about_framework(framework, settings)]
     with screen.spinner("looking at this node"):
-        agent_findings, known = _about_agent(settings)
-        found += [*_about_node(settings), *agent_findings]
-    settings = settings if settings.durable.url or known is None else _with_durable(settings, known)
-    with screen.spinner(f"trying {settings.durable.url}"):
-        about_store = _about_durable(settings.durable, probe_bytes if bandwidth else 0)
-    is_agents = known is not None and (known.url, known.options) == (settings.durable.url, settings.durable.options)
-    if is_agents and any(one.subject == _AGENT_STORE and one.status is CheckStatus.PASSED for one in found):
-        about_store = [_only_this_shell(one) for one in about_store]
-    found += about_store
+        agent = _about_agent(settings)
+        found += [*_about_node(settings), *agent.found]
+    broken = {one.url for one in agent.stores if one not in agent.usable}
+    for store in agent.stores if agent.stores and not settings.durable.url else [settings.durable]:
+        with screen.spinner(f"trying {store.url}"):
+            about_store = _about_durable(store, probe_bytes if bandwidth else 0)
+        if any((one.url, one.options) == (store.url, store.options) for one in agent.usable):
+            about_store = [_only_this_shell(one) for one in about_store]
+        found += about_store
+        if any(one.status is CheckStatus.FAILED and one.subject in _STORE for one in about_store):
+            broken.add(store.url)
     found.append(about_nccl(os.environ, needed=gpu))
     if gpu:
         from tieredckpt.cli.device_checks import check_devices  # imports torch, which takes seconds
 
         with screen.spinner("trying this node's devices"):
             found += check_devices()
-    return _print_report(screen, settings, found)
+    return _print_report(screen, found, survivals_by_job(settings, agent.tiers, broken))
 
 
-def _print_report(screen: CommandOutput, settings: Settings | None, found: Sequence[CheckResult]) -> ExitCode:
+def _print_report(screen: CommandOutput, found: Sequence[CheckResult], rows: Sequence[LossSurvival]) -> ExitCode:
     code = ExitCode.FAILED if any(one.status is CheckStatus.FAILED for one in found) else ExitCode.OK
-    broken = any(one.status is CheckStatus.FAILED and one.subject in _STORE for one in found)
-    rows = loss_survivals(settings, store_works=not broken) if settings else []
     value = {
         "well": code is ExitCode.OK,
         "findings": [one.as_json() for one in found],
-        "survival": [{"lost": row.loss, "left": row.survives} for row in rows],
+        "survival": [{"lost": row.loss, "jobs": row.jobs or None, "left": row.survives} for row in rows],
     }
 
     def show(out: Console) -> None:
         _show_findings(out, found)
         if rows:
             out.print()
-            out.print(
-                text_table(["IF THIS IS LOST", "THIS IS LEFT"], [[row.loss, literal(row.survives)] for row in rows])
-            )
+            out.print(_survival_table(rows))
 
     screen.result(value, show)
     return code
+
+
+def _survival_table(rows: Sequence[LossSurvival]) -> Table:
+    if any(row.jobs for row in rows):
+        cells = [[row.loss, literal(row.jobs or "all"), literal(row.survives)] for row in rows]
+        return text_table(["IF THIS IS LOST", "JOBS", "THIS IS LEFT"], cells)
+    return text_table(["IF THIS IS LOST", "THIS IS LEFT"], [[row.loss, literal(row.survives)] for row in rows])
 
 
 def _show_findings(out: Console, found: Sequence[CheckResult]) -> None:
@@ -220,15 +228,28 @@ def _allocated(directory: Path) -> int:
     return 0
 
 
-def _about_agent(settings: Settings) -> tuple[list[CheckResult], DurableSettings | None]:
+@dataclass(frozen=True)
+class _AgentReport:
+    """Findings about the agent, and the durable tiers of its jobs."""
+
+    found: list[CheckResult]
+    tiers: Mapping[str, DurableSettings] = field(default_factory=dict)
+    """The durable tier of each job. Its URL is empty if the job has none."""
+    stores: Sequence[DurableSettings] = ()
+    """The different durable tiers of the jobs."""
+    usable: Sequence[DurableSettings] = ()
+    """The durable tiers that the agent can use."""
+
+
+def _about_agent(settings: Settings) -> _AgentReport:
     paths = settings.agent_place
     try:
         connect_to_agent(paths.socket, named=paths.explicit).close()
         agent = NodeAgentClient(override_settings(settings, agent={"embedded": False}), "")
     except AgentUnreachableError:
-        return [_about_no_agent(settings, paths)], None
+        return _AgentReport([_about_no_agent(settings, paths)])
     except PeerStoreError as error:
-        return [check_failed("agent", str(error), "end it and start one of this release")], None
+        return _AgentReport([check_failed("agent", str(error), "end it and start one of this release")])
     with contextlib.closing(agent):
         return _about_running(agent, paths)
 
@@ -245,7 +266,7 @@ def _about_no_agent(settings: Settings, paths: AgentPaths) -> CheckResult:
     )
 
 
-def _about_running(agent: NodeAgentClient, paths: AgentPaths) -> tuple[list[CheckResult], DurableSettings | None]:
+def _about_running(agent: NodeAgentClient, paths: AgentPaths) -> _AgentReport:
     from tieredckpt.agent.__main__ import installed_version
 
     status = agent.store.status()
@@ -275,20 +296,28 @@ def _about_running(agent: NodeAgentClient, paths: AgentPaths) -> tuple[list[Chec
                 "metadata format", f"{slot.name}: {slot.reason}", "run the release that wrote it, or a newer one"
             )
         )
-    known = None
+    tiers: dict[str, DurableSettings] = {}
     checked: list[DurableSettings] = []
+    usable: list[DurableSettings] = []
     for job in status.jobs:
         found += _about_newest_manifest(agent, job.job)
         durable = agent.list_steps(job.job).durable
-        known = durable or known
+        if durable is not None or (jobs_in_use([job]) and not job.job.startswith(".")):
+            tiers[job.job] = durable or DurableSettings()
         if durable is not None and durable.url and durable not in checked:
             checked.append(durable)
             found.append(_about_agent_store(agent, job.job, durable, paths))
+            if found[-1].status is CheckStatus.PASSED:
+                usable.append(durable)
         for drain in agent.drain_status(job.job):
             if drain.state == "failed" or (drain.state == "waiting" and drain.error):
                 what = f"{job.job}/step-{drain.version_id.version} is {drain.state}: {drain.error}"
                 found.append(check_failed("drain", what, f"see {paths.log}"))
-    return found, known
+    memory_only = sorted(job for job, durable in tiers.items() if not durable.url)
+    if memory_only and checked:
+        text = f"none for job {' and job '.join(memory_only)}: lost with this node's memory"
+        found.append(check_warning("durable tier", text, "set durable.url"))
+    return _AgentReport(found, tiers, checked, usable)
 
 
 def _about_agent_store(agent: NodeAgentClient, job: str, durable: DurableSettings, paths: AgentPaths) -> CheckResult:
@@ -328,10 +357,6 @@ def _about_newest_manifest(agent: NodeAgentClient, job: str) -> list[CheckResult
 def _status_at(http: str) -> str:
     path = http.removeprefix(UNIX)
     return f"http://{http}/status" if path == http else f"curl --unix-socket {path} http://localhost/status"
-
-
-def _with_durable(settings: Settings, known: DurableSettings) -> Settings:
-    return replace(settings, durable=known)
 
 
 def _about_durable(durable: DurableSettings, probe_bytes: int) -> list[CheckResult]:

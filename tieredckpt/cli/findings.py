@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 from peerstore.sizes_and_durations import show_size
 from tieredckpt.cli.command_output import format_age
 from tieredckpt.nccl_environment import NONBLOCKING_VARIABLE, NcclRuleState, check_nccl_environment, is_switched_on
-from tieredckpt.settings import Settings
+from tieredckpt.settings import DurableSettings, Settings
 
 _MAX_SKEW_S, _REFUSED_SKEW_S = 60.0, 900.0
 _MAX_MEMORY_SHARE = 0.8
@@ -140,31 +140,78 @@ class LossSurvival:
 
     loss: str
     survives: str
+    jobs: str = ""
+    """Jobs of this row. Empty: all jobs."""
 
 
 def loss_survivals(settings: Settings, *, store_works: bool = True) -> list[LossSurvival]:
     """Return the state that survives each kind of loss, for these settings and the tested store."""
-    every = settings.memory.every
-    durable = settings.durable
-    sealed = "every step" if every == 1 else f"one step in {every}"
-    uploaded = "every step" if durable.every == 1 else f"one step in {durable.every}"
-    broken = f"nothing as it is now: {durable.url} does not work (above)"
-    if not settings.enabled:
-        if not store_works:
-            return [LossSurvival("anything", broken)]
-        left = f"plain checkpoints in {durable.url}, {uploaded}"
-        return [LossSurvival("anything but the store", left), LossSurvival("the store", "nothing")]
-    newest = f"the newest sealed step ({sealed} is sealed), in this node's memory"
-    last = f"the newest durable step ({uploaded} is uploaded) in {durable.url}"
-    lost = (last if store_works else broken) if durable.url else "nothing: there is no durable tier"
+    if settings.enabled:
+        return [*_memory_survivals(settings), *_durable_survivals(settings, store_works=store_works)]
+    if not store_works:
+        return [LossSurvival("anything", _broken(settings.durable))]
+    left = f"plain checkpoints in {settings.durable.url}, {_share(settings.durable.every)}"
+    return [LossSurvival("anything but the store", left), LossSurvival("the store", "nothing")]
+
+
+def survivals_by_job(
+    settings: Settings, tiers: Mapping[str, DurableSettings], broken: Collection[str]
+) -> list[LossSurvival]:
+    """Return the state that survives each kind of loss, separately for jobs with different durable tiers.
+
+    ``tiers``: the durable tier of each job of the agent. ``broken``: URLs that failed a check.
+    """
+    jobs: dict[tuple[str, int], list[str]] = {}
+    for job, durable in sorted(tiers.items()):
+        jobs.setdefault((durable.url, durable.every), []).append(job)
+    own = settings.durable
+    if not settings.enabled or not jobs:
+        return loss_survivals(settings, store_works=own.url not in broken)
+    if own.url:
+        jobs.setdefault((own.url, own.every), ["new jobs with these settings"])
+    found = [
+        replace(row, jobs=", ".join(names) if len(jobs) > 1 else "")
+        for (url, every), names in jobs.items()
+        for row in _durable_survivals(
+            replace(settings, durable=replace(own, url=url, every=every)), store_works=url not in broken
+        )
+    ]
+    order = list(dict.fromkeys(row.loss for row in found))
+    return [*_memory_survivals(settings), *sorted(found, key=lambda row: order.index(row.loss))]
+
+
+def _memory_survivals(settings: Settings) -> list[LossSurvival]:
+    newest = _newest_sealed(settings)
     kept = f"{newest}, for {format_age(settings.agent.job_ttl_s)} after the last process exited"
-    rows = [
+    return [
         LossSurvival("a trainer, killed at any moment", kept),
         LossSurvival("the agent, killed", f"{newest}: the next agent checks and takes over what it finds"),
-        LossSurvival("this node or its memory", lost),
-        LossSurvival("all nodes of the job", lost),
     ]
+
+
+def _durable_survivals(settings: Settings, *, store_works: bool) -> list[LossSurvival]:
+    durable = settings.durable
+    if not durable.url:
+        lost = "nothing: there is no durable tier"
+    elif store_works:
+        lost = f"the newest durable step ({_share(durable.every)} is uploaded) in {durable.url}"
+    else:
+        lost = _broken(durable)
+    rows = [LossSurvival("this node or its memory", lost), LossSurvival("all nodes of the job", lost)]
     if durable.url:
-        rows.append(LossSurvival("the store", f"{newest}; uploads are tried again until it is back"))
+        retried = f"{_newest_sealed(settings)}; uploads are tried again until it is back"
+        rows.append(LossSurvival("the store", retried))
         rows.append(LossSurvival("the store and this node", "nothing"))
     return rows
+
+
+def _newest_sealed(settings: Settings) -> str:
+    return f"the newest sealed step ({_share(settings.memory.every)} is sealed), in this node's memory"
+
+
+def _share(every: int) -> str:
+    return "every step" if every == 1 else f"one step in {every}"
+
+
+def _broken(durable: DurableSettings) -> str:
+    return f"nothing as it is now: {durable.url} does not work (above)"

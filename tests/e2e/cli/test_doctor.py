@@ -215,6 +215,24 @@ def test_doctor_reports_a_failed_upload(cli, agent_dir, tmp_path):
     assert verdicts(said)["durable tier"] == "bad"
 
 
+def test_job_without_a_durable_tier_is_not_promised_another_jobs(cli, agent_dir, tmp_path):
+    stores = {name: f"file://{tmp_path}/{name}" for name in ("one", "two")}
+    for name, url in stores.items():
+        CheckpointJob(agent_dir, DurableSettings(url=url, every=5), name).save(5)
+        close_sessions()
+    CheckpointJob(agent_dir, DurableSettings(), "memory").save(1, durable=False)
+    said = cli("doctor", "--json")
+    assert said.code == 0
+    left = {row["jobs"]: row["left"] for row in said.json["survival"] if row["lost"] == "this node or its memory"}
+    assert left == {"memory": "nothing: there is no durable tier"} | {
+        name: f"the newest durable step (one step in 5 is uploaded) in {url}" for name, url in stores.items()
+    }
+    texts = [one["text"] for one in said.json["findings"] if one["what"] == "durable tier"]
+    assert "none for job memory: lost with this node's memory" in texts
+    assert all(any(text.startswith(f"{url}: writes") for text in texts) for url in stores.values())
+    assert "JOBS" in cli("doctor").out
+
+
 def test_doctor_leaves_nothing_in_a_failing_store(cli, agent_dir, rclone, monkeypatch):
     monkeypatch.setenv("TIEREDCKPT_DURABLE_OPTIONS", f"endpoint={rclone.endpoint},region=us-east-1")
     said = cli("doctor", "--durable", "s3://no-such-bucket/x", "--json")

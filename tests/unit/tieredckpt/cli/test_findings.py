@@ -4,8 +4,15 @@ import dataclasses
 
 import pytest
 
-from tieredckpt.cli.findings import CheckStatus, MemoryMeasurements, check_clock_skew, check_memory, loss_survivals
-from tieredckpt.settings import settings_from_mapping
+from tieredckpt.cli.findings import (
+    CheckStatus,
+    MemoryMeasurements,
+    check_clock_skew,
+    check_memory,
+    loss_survivals,
+    survivals_by_job,
+)
+from tieredckpt.settings import DurableSettings, settings_from_mapping
 
 GIB = 1 << 30
 NODE = MemoryMeasurements(
@@ -57,6 +64,41 @@ def test_unreplicated_setup_falls_back_to_the_last_uploaded_step():
     assert "s3://b/x" in rows["all nodes of the job"]
     assert "one step in 5 is sealed" in rows["the agent, killed"]
     assert rows["the store and this node"] == "nothing"
+
+
+NONE, FREQUENT, RARE = DurableSettings(), DurableSettings("/a", every=5), DurableSettings("/b", every=50)
+NODE_LOST = "this node or its memory"
+
+
+def left_of_jobs(tree, tiers, broken=()):
+    rows = survivals_by_job(settings_from_mapping(tree), tiers, broken)
+    return {(row.loss, row.jobs): row.survives for row in rows}
+
+
+def test_each_job_is_promised_only_its_own_durable_tier():
+    rows = left_of_jobs({}, {"c": NONE, "a": FREQUENT, "b": NONE, "d": RARE}, broken={"/b"})
+    assert rows[NODE_LOST, "a"] == "the newest durable step (one step in 5 is uploaded) in /a"
+    assert rows[NODE_LOST, "b, c"] == "nothing: there is no durable tier"
+    assert rows[NODE_LOST, "d"].startswith("nothing as it is now: /b does not work")
+    assert [jobs for loss, jobs in rows if loss == "the agent, killed"] == [""]
+    assert [jobs for loss, jobs in rows if loss == "the store"] == ["a", "d"]
+
+
+def test_jobs_with_one_durable_tier_are_not_named():
+    rows = left_of_jobs({}, {"a": FREQUENT, "b": FREQUENT})
+    assert {jobs for _, jobs in rows} == {""}
+    assert "in /a" in rows[NODE_LOST, ""]
+
+
+def test_other_durable_tier_of_the_settings_is_promised_to_new_jobs():
+    rows = left_of_jobs({"durable": {"url": "/new"}}, {"a": FREQUENT})
+    assert "in /a" in rows[NODE_LOST, "a"]
+    assert "in /new" in rows[NODE_LOST, "new jobs with these settings"]
+
+
+def test_settings_speak_for_an_agent_without_jobs():
+    assert left_of_jobs({}, {})[NODE_LOST, ""] == "nothing: there is no durable tier"
+    assert "in /new" in left_of_jobs({"durable": {"url": "/new"}}, {})[NODE_LOST, ""]
 
 
 def test_switched_off_only_the_store_counts():
