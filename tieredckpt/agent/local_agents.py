@@ -56,6 +56,11 @@ def find_agent_directory(settings: Settings, job: str | None) -> Path:
     return next(iter(directories), own)
 
 
+def other_agents_with_jobs(settings: Settings) -> list[AgentJobs]:
+    """Return the other agents of this machine that have jobs, or recorded jobs and do not answer."""
+    return [found for found in _query_agents(_other_directories(settings.agent_directory)) if found.jobs]
+
+
 def exited_agents_of_simulated_nodes(job: str) -> list[Path]:
     """Return the directories of exited agents of simulated nodes that left steps of ``job`` in memory."""
     exited = set(run_directory().glob("*/*/agent")) - agent_directories()
@@ -235,7 +240,9 @@ def _jobs_of(place: AgentPaths) -> dict[str, bool]:
     return {one.job: one.versions > 0 for one in jobs_in_use(jobs)}
 
 
-class _AgentJobs(NamedTuple):
+class AgentJobs(NamedTuple):
+    """The jobs of one agent of this machine."""
+
     directory: Path
     jobs: Mapping[str, bool]
     """The agent's jobs, and whether it has steps of them. From its directory if it does not answer."""
@@ -243,17 +250,17 @@ class _AgentJobs(NamedTuple):
     """Why the agent does not answer, or an empty string."""
 
 
-def _has_job(agent: _AgentJobs, job: str | None) -> bool:
+def _has_job(agent: AgentJobs, job: str | None) -> bool:
     """Return whether the agent has ``job``; ``None`` means any job of an agent that answers."""
     return job in agent.jobs if job is not None else bool(agent.jobs) and not agent.silence
 
 
-def _has_steps(agent: _AgentJobs, job: str | None) -> bool:
+def _has_steps(agent: AgentJobs, job: str | None) -> bool:
     """Return whether the agent has steps of ``job``; ``None`` means any job of an agent that answers."""
     return _has_job(agent, job) and (job is None or agent.jobs[job])
 
 
-def _query_agents(places: Sequence[Path]) -> list[_AgentJobs]:
+def _query_agents(places: Sequence[Path]) -> list[AgentJobs]:
     """Query all agents at the same time."""
     if not places:
         return []
@@ -261,20 +268,20 @@ def _query_agents(places: Sequence[Path]) -> list[_AgentJobs]:
         return list(queries.map(_query_agent, places))
 
 
-def _query_agent(directory: Path, *, still_s: float = MAX_IDLE_S) -> _AgentJobs:
+def _query_agent(directory: Path, *, still_s: float = MAX_IDLE_S) -> AgentJobs:
     """Query an agent. If it does not run for ``still_s`` seconds, it counts as silent."""
     place = AgentPaths(directory)
     try:
         silence = silence_of_agent(place, still_s=still_s)
         if not silence:
-            return _AgentJobs(directory, _jobs_of(place), "")
+            return AgentJobs(directory, _jobs_of(place), "")
     except AgentUnreachableError as error:
         if directory not in agent_directories():  # it has stopped meanwhile
-            return _AgentJobs(directory, {}, "")
+            return AgentJobs(directory, {}, "")
         silence = str(error)
     except (PeerStoreError, OSError) as error:  # an agent of another user or another release
         silence = f"the agent in {directory} does not answer: {error}"
-    return _AgentJobs(directory, dict.fromkeys(_recorded_jobs(directory), True), silence)
+    return AgentJobs(directory, dict.fromkeys(_recorded_jobs(directory), True), silence)
 
 
 def _recorded_jobs(directory: Path) -> Collection[str]:

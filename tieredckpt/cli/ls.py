@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import re
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -17,28 +16,26 @@ from rich.console import Console
 from peerstore.shard_records import VersionId
 from peerstore.sizes_and_durations import show_size
 from tieredckpt.agent.agent_api import DrainStatus
+from tieredckpt.agent.local_agents import other_agents_with_jobs
 from tieredckpt.cli.cluster_tables import STATES
 from tieredckpt.cli.command_output import CommandOutput, format_age, iso_time, literal, text_table
 from tieredckpt.cli.common_options import ANY_JOB, pass_output, settings_from_options, tier_options, with_exit_code_help
 from tieredckpt.cli.exit_codes import ExitCode
+from tieredckpt.cli.job_list import show_jobs
 from tieredckpt.cli.tier_client import TierClient, open_tier_client
-from tieredckpt.durable.retrying_store import open_store
 from tieredckpt.errors import (
     CheckpointDamagedError,
     DurableRefusedError,
     FormatVersionError,
     TieredCheckpointError,
     TierUnavailableError,
-    UsageError,
 )
 from tieredckpt.format.manifest import UNKNOWN_PART_COUNT, Manifest
 from tieredckpt.location import Location, parse_location
-from tieredckpt.memory_service_options import MEMORY_SERVICE_JOB
 from tieredckpt.resolve_step import IncarnationBranches, LeftBehind, Tier, incomplete_state
 from tieredckpt.step_inventory import StepInventory, StepStatus
 
 _READERS = 8
-_MANIFEST = re.compile(r"([A-Za-z0-9._-]{1,128})/manifests/([0-9]{12,19})\..*\.manifest")
 
 
 @dataclass(frozen=True)
@@ -161,11 +158,12 @@ def step_row(
 def ls_command(screen: CommandOutput, job: str | None, agent_dir: Path | None, durable: str | None) -> ExitCode:
     """List the steps of JOB with their tiers, completeness and number of copies.
 
-    Without JOB, lists the jobs in this node's memory, and with --durable also the jobs in that store.
+    Without JOB, lists the jobs in memory of this machine's agents, and with --durable also the jobs in that store.
     """
     with open_tier_client(settings_from_options(agent_dir, durable, job or ANY_JOB)) as client:
         if job is None:
-            return _jobs(screen, client, durable)
+            is_named = bool(settings_from_options(agent_dir, durable).agent.directory)
+            return show_jobs(screen, client, durable, [] if is_named else other_agents_with_jobs(client.settings))
         return _steps(screen, client, parse_location(job))
 
 
@@ -350,91 +348,3 @@ def _drain_json(view: DrainStatus) -> dict[str, Any]:
         "bytes_total": view.bytes_total,
         "error": view.error or None,
     }
-
-
-def _jobs(screen: CommandOutput, client: TierClient, durable: str | None) -> ExitCode:
-    found: dict[str, dict[str, Any]] = {}
-    if client.agent is not None:
-        for state in client.agent.store.status().jobs:
-            # A job ".JOB" holds files that are being written for JOB.
-            if (
-                state.versions or (state.clients and not state.job.startswith("."))
-            ) and state.job != MEMORY_SERVICE_JOB:
-                found[state.job] = _job(state.job) | {
-                    "steps_in_memory": state.versions,
-                    "newest_in_memory": state.newest_committed,
-                    "epoch": state.epoch,
-                    "processes": state.clients,
-                    "forgotten_in_s": state.expires_in_s,
-                }
-    elif durable is None:
-        advice = f"; {client.agent_advice}" if client.agent_advice else ""
-        raise TierUnavailableError(
-            f"{client.agent_error}, so the contents of this node's memory are unknown; --durable URL lists the jobs of "
-            f"a store{advice}"
-        )
-    if durable is not None:
-        _add_durable_jobs(screen, client, found)
-    rows = [found[job] for job in sorted(found)]
-    screen.result({"jobs": rows, "agent": client.agent is not None}, lambda out: _show_jobs(out, client, rows))
-    return ExitCode.OK
-
-
-def _job(name: str) -> dict[str, Any]:
-    return {
-        "job": name,
-        "steps_in_memory": 0,
-        "newest_in_memory": None,
-        "durable_steps": None,
-        "newest_durable": None,
-        "epoch": None,
-        "processes": 0,
-        "forgotten_in_s": None,
-    }
-
-
-def _add_durable_jobs(screen: CommandOutput, client: TierClient, found: dict[str, dict[str, Any]]) -> None:
-    settings = client.settings.durable
-    if not settings.url:
-        raise UsageError("--durable is empty: write s3://bucket/prefix or /path")
-    store = open_store(settings.url, settings)
-    try:
-        with screen.spinner(f"listing {settings.url}"):
-            matches = [_MANIFEST.fullmatch(info.name) for info in store.list("")]
-    finally:
-        store.close()
-    steps: dict[str, set[int]] = {}
-    for match in matches:
-        if match is not None:
-            steps.setdefault(match[1], set()).add(int(match[2]))
-    for job, numbers in steps.items():
-        row = found.setdefault(job, _job(job))
-        row["durable_steps"], row["newest_durable"] = len(numbers), max(numbers)
-
-
-def _show_jobs(out: Console, client: TierClient, rows: Sequence[dict[str, Any]]) -> None:
-    if client.agent is None:
-        out.print(f"[yellow]memory tier unavailable:[/] {literal(client.agent_error)}")
-    if not rows:
-        out.print("no jobs")
-        return
-    columns = ["JOB", "IN MEMORY", "NEWEST", "DURABLE", "NEWEST", "PROCESSES", "FORGOTTEN IN"]
-    cells = []
-    for row in rows:
-        left = row["forgotten_in_s"]
-        cells.append(
-            [
-                literal(row["job"]),
-                str(row["steps_in_memory"]),
-                _or_dash(row["newest_in_memory"]),
-                _or_dash(row["durable_steps"]),
-                _or_dash(row["newest_durable"]),
-                str(row["processes"]),
-                "-" if left is None else format_age(left),
-            ]
-        )
-    out.print(text_table(columns, cells, right=columns[1:]))
-
-
-def _or_dash(value: object) -> str:
-    return "-" if value is None else str(value)

@@ -71,6 +71,29 @@ def test_agent_of_a_job_is_found_in_any_run_directory(cli, two_simulated_jobs):
     wait_until(lambda: cli("ls", "--json").json.get("jobs"))
 
 
+def test_jobs_of_all_agents_are_listed(cli, two_simulated_jobs):
+    one, other = two_simulated_jobs
+    listed = {row["job"]: row for row in cli("ls", "--json").json["jobs"]}
+    assert (listed[one.name]["steps_in_memory"], listed[one.name]["newest_in_memory"]) == (2, 2)
+    assert listed[other.name]["newest_in_memory"] == 7
+    named = cli("ls", "--agent-dir", other.agent, "--json").json["jobs"]
+    assert [row["job"] for row in named] == [other.name]
+
+
+def test_jobs_of_a_silent_agent_are_listed_as_unknown(cli, two_simulated_jobs):
+    _, other = two_simulated_jobs
+    pid = agent_pid(other.agent)
+    stop_process(pid)
+    try:
+        listed, shown = cli("ls", "--json"), cli("ls")
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    assert (listed.code, shown.code) == (5, 5)
+    assert other.name not in [row["job"] for row in listed.json["jobs"]]
+    assert listed.json["unreachable_agents"][str(other.agent)]["jobs"] == [other.name]
+    assert f"steps of {other.name} are unknown" in " ".join(shown.out.split())
+
+
 def test_status_names_the_other_directory_that_it_shows(cli, two_simulated_jobs):
     said = wait_until(lambda: (found := cli("status")).out and found)  # an agent of another test may end meanwhile
     assert f"no agent with a job answers in {Settings().agent_directory}, the usual place; using the one in" in said.err

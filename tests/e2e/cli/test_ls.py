@@ -1,9 +1,12 @@
 """``tieredckpt ls`` against the real agent and real stores."""
 
+import shutil
+
 import pytest
 
 from tests.support.jobs import CheckpointJob, bucket_url, durable_settings
 from tieredckpt.session.session import close_sessions
+from tieredckpt.settings import DurableSettings
 
 pytestmark = [pytest.mark.filterwarnings("ignore:torch.distributed is disabled"), pytest.mark.e2e]
 
@@ -102,6 +105,32 @@ def test_all_jobs_of_the_node(cli, job, agent_dir, durable):
     said = cli("ls", "--durable", durable.url, "--json")
     assert {row["job"]: row["durable_steps"] for row in said.json["jobs"]} == {"llama": 3, "other": 1}
     assert "llama" in cli("ls").out
+
+
+def test_jobs_are_listed_with_the_durable_steps_that_the_agent_knows(cli, job, agent_dir):
+    CheckpointJob(agent_dir, DurableSettings(), "memory").save(9, durable=False)
+    rows = {row["job"]: row for row in cli("ls", "--json").json["jobs"]}
+    assert (rows["llama"]["durable_steps"], rows["llama"]["newest_durable"]) == (3, 3)
+    assert (rows["memory"]["durable_steps"], rows["memory"]["newest_durable"]) == (None, None)
+    lines = cli("ls").out.splitlines()
+    assert lines[0].split("  ")[0] == "JOB"
+    assert "NEWEST IN MEMORY" in lines[0]
+    assert "NEWEST DURABLE" in lines[0]
+    assert lines[1].split()[:5] == ["llama", "2", "3", "3", "3"]
+
+
+def test_unreachable_durable_steps_are_unknown(cli, agent_dir, tmp_path):
+    store = tmp_path / "store"
+    CheckpointJob(agent_dir, DurableSettings(url=f"file://{store}", retry_s=0.0), "away").save(1)
+    shutil.rmtree(store)
+    store.symlink_to(store)
+    listed = cli("ls", "--json")
+    (row,) = listed.json["jobs"]
+    assert (row["durable_steps"], listed.code) == (None, 5)
+    assert str(store) in row["durable_unreachable"]
+    shown = cli("ls").out
+    assert "away's durable tier unavailable:" in shown
+    assert shown.splitlines()[1].split()[:4] == ["away", "1", "1", "?"]
 
 
 def test_a_damaged_manifest_is_shown(cli, job, tmp_path, flip_byte_of):

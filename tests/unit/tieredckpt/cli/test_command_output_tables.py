@@ -14,7 +14,7 @@ from elastic.world.world_state import WorldPhase
 from integration.hyperpod.cluster.cluster_cli import _print_node_health
 from peerstore.shard_records import ArenaStatus, JobStatus, StoreStatus, VersionId
 from tests.support.cluster_views import cluster_node, cluster_status, step_inventory, version_id
-from tieredckpt.cli import agent, gc, inspect, ls, status, verify
+from tieredckpt.cli import agent, gc, inspect, job_list, ls, status, verify
 from tieredckpt.cli.cluster_tables import nodes_table, steps_table
 from tieredckpt.cli.exit_codes import ExitCode
 from tieredckpt.location import parse_location
@@ -43,12 +43,12 @@ def agents(out):
 
 
 def jobs(out):
-    row = ls._job(JOB) | {"newest_in_memory": 120_000, "durable_steps": 1200, "newest_durable": 120_000}
+    row = job_list.job_row(JOB) | {"newest_in_memory": 120_000, "durable_steps": 1200, "newest_durable": 120_000}
 
     class Sight:
         agent = True
 
-    ls._show_jobs(out, Sight, [row])
+    job_list._show_jobs(out, Sight, [row], {})
     return [JOB]
 
 
