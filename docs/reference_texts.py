@@ -10,7 +10,7 @@ ERRORS: dict[str, tuple[str, str]] = {
     "MissingStepError": ("A save does not name its step", "Pass `step=`, or write `tiered://JOB/step-N`"),
     "MismatchError": (
         "The state and the checkpoint differ in names, shapes or data types",
-        "Change the state. `strict=False` and `on_dtype_mismatch` allow differences",
+        "Change the state. `strict=False` allows other names, `on_dtype_mismatch` other data types. Shapes must match",
     ),
     "UntrustedObjectError": (
         "An entry would run code when it is loaded",

@@ -135,9 +135,9 @@ class Resolution:
         if self.other_steps:
             known = self.other_steps
             older = len(known) - _MAX_LISTED
-            more = f"{older} older step{'s' * (older > 1)} and " if older > 0 else ""
-            noun = "is step" if len(known) == 1 else f"are {more}steps"
-            lines.append(f"there {noun} {', '.join(known[-_MAX_LISTED:])}")
+            more = f" and {older} older step{'s' * (older > 1)}" if older > 0 else ""
+            noun = "is step" if len(known) == 1 else "are steps"
+            lines.append(f"there {noun} {', '.join(known[-_MAX_LISTED:])}{more}")
         for tier in self.unreachable:
             why = f": {self.reasons[tier]}" if tier in self.reasons else ""
             lines.append(f"{tier.value} tier: unavailable{why}")

@@ -156,7 +156,7 @@ class LoadChoice:
                 f"know ({why}). The missing parts were not sealed before their ranks ended, or are on nodes that have "
                 f"left the job{listed}"
             )
-        return CheckpointNotFoundError(f"{location}: no complete step to load ({why})")
+        return CheckpointNotFoundError(f"{location}: no complete step found ({why})")
 
 
 class StepInventory(msgspec.Struct, frozen=True):

@@ -28,7 +28,7 @@ from tieredckpt.checkpointer.progress_hook import take_reached_step
 from tieredckpt.dcp.load_vote import LoadOutlook, common_error
 from tieredckpt.dcp.plain_checkpoints import plain_reader, plain_steps
 from tieredckpt.dcp.rank_group import RankGroup, unwrap_load_error
-from tieredckpt.dcp.restore_report import RestoreReport, abbreviate, describe_mismatches
+from tieredckpt.dcp.restore_report import RestoreReport, abbreviate, describe_mismatches, explain_mismatch
 from tieredckpt.dcp.tiered_reader import TieredReader
 from tieredckpt.errors import (
     CheckpointDamagedError,
@@ -134,12 +134,13 @@ class CheckpointRestorer:
                     log.error("restore of %s: %s; listing the steps again", self._job, error)
                     continue
                 if isinstance(error, MismatchError):
-                    raise self._explain_mismatch(error, target, reader) from failure
+                    metadata = reader.read_metadata()
+                    raise explain_mismatch(error, target, metadata, self._job, reader.chosen_step) from failure
                 if step is not None or not isinstance(error, CheckpointDamagedError):
                     raise error from failure
-                log.error("restore of %s: %s; trying the next older step", self._job, error)
                 if not self._share_failed(reader, error, known):
                     raise error from failure
+                log.error("restore of %s: trying the next older step", self._job)
                 continue
             state.update(
                 {
@@ -160,21 +161,6 @@ class CheckpointRestorer:
         reader = TieredReader(self._job, settings=self._settings)
         self._wait_for_choice(reader)
         return self._ranks.call_on_all(lambda: reader.check_choice().loadable)
-
-    def _explain_mismatch(self, error: MismatchError, state: StateDict, reader: TieredReader) -> MismatchError:
-        """Return ``error``, or an error that names the entries only in the state and only in the step."""
-        if "Missing key" not in str(error):
-            return error
-        saved, step = reader.read_metadata().state_dict_metadata.keys(), reader.chosen_step
-        wanted = flatten_state(resolve_stateful(state)).keys()
-        unknown, left = sorted(wanted - saved), sorted(saved - wanted)
-        if not unknown:
-            return error
-        only_saved = f"; step {step} has {abbreviate(left)}, which the state does not" if left else ""
-        return MismatchError(
-            f"The state and step {step} of {self._job} do not match: the state has {abbreviate(unknown)}, which the "
-            f"step does not{only_saved}. Rename the entries, or restore those that both have with strict=False"
-        )
 
     def _share_failed(self, reader: TieredReader, error: Exception, known: set[VersionId | int]) -> bool:
         """Mark steps that failed on any rank as failed on all; return whether any of them is not in ``known``."""

@@ -7,12 +7,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+import torch
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
 from peerstore.errors import PeerStoreError
 from peerstore.shard_records import VersionId
-from tieredckpt.errors import TieredCheckpointError
+from tieredckpt.errors import MismatchError, TieredCheckpointError
 from tieredckpt.resolve_step import Candidate, Tier
 from tieredckpt.restore.proof import RestoreProof
 from tieredckpt.session.session import Session
+from tieredckpt.tensors.state_dict import StateDict, flatten_state, resolve_stateful
 
 log = logging.getLogger(__name__)
 _MAX_NAMES = 5
@@ -99,3 +103,31 @@ def describe_mismatches(job: str, step: int, rank: int, proof: RestoreProof) -> 
 def abbreviate(names: Sequence[str]) -> str:
     """Return the first few of many names, and the number of the others."""
     return ", ".join(names[:_MAX_NAMES]) + (f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else "")
+
+
+def explain_mismatch(
+    error: MismatchError, state: StateDict, metadata: Metadata, job: str, step: int | None
+) -> MismatchError:
+    """Return an error that names all entries of ``state`` that do not match the step, or else ``error``."""
+    saved, wanted = metadata.state_dict_metadata, flatten_state(resolve_stateful(state))
+    if "Missing key" in str(error):
+        unknown, left = sorted(wanted.keys() - saved.keys()), sorted(saved.keys() - wanted.keys())
+        only_saved = f"; step {step} has {abbreviate(left)}, which the state does not" if left else ""
+        text = (
+            f"The state and step {step} of {job} do not match: the state has {abbreviate(unknown)}, which the step "
+            f"does not{only_saved}. Rename the entries, or restore those that both have with strict=False"
+        )
+        return MismatchError(text) if unknown else error
+    shapes = [
+        f"{name} has the shape {tuple(value.shape)} and was saved with {tuple(entry.size)}"
+        for name, value in sorted(wanted.items())
+        if isinstance(value, torch.Tensor)
+        and isinstance(entry := saved.get(name), TensorStorageMetadata)
+        and value.shape != entry.size
+    ]
+    if not shapes or "Size mismatch" not in str(error):
+        return error
+    return MismatchError(
+        f"Size mismatch between the state and step {step} of {job}: {abbreviate(shapes)}. Create the state with the "
+        "saved shapes. To restore the other entries only, remove these from the state and pass strict=False"
+    )

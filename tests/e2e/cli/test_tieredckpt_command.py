@@ -81,7 +81,7 @@ def test_exit_codes_of_a_real_process(job):
     assert missing.returncode == 3
     assert missing.stdout == ""
     assert missing.stderr.startswith(
-        "tieredckpt: tiered://nothing: no complete step to load (nothing is saved in any tier)"
+        "tieredckpt: tiered://nothing: no complete step found (nothing is saved in any tier)"
     )
     wrong = run_command("ls", "--wrong")
     assert wrong.returncode == 2

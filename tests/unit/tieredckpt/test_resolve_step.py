@@ -91,6 +91,19 @@ def test_incomplete_steps_are_newer_than_any_complete_step():
     assert "step 7 (epoch 1): not complete, a rank aborted its part" in said
 
 
+@pytest.mark.parametrize(
+    ("saved", "text"),
+    [
+        ((4,), "there is step 4"),
+        ((4, 5), "there are steps 4, 5"),
+        (range(5, 50, 5), "there are steps 10, 15, 20, 25, 30, 35, 40, 45 and 1 older step"),
+        (range(1, 11), "there are steps 3, 4, 5, 6, 7, 8, 9, 10 and 2 older steps"),
+    ],
+)
+def test_steps_other_than_an_absent_one_are_listed(saved, text):
+    assert resolve_step([step(number) for number in saved], step=77).explain() == text
+
+
 def test_a_step_with_a_damaged_part_is_passed_over_by_name():
     found = resolve_step([step(2), lost(3)])
     assert found.chosen is not None

@@ -142,7 +142,7 @@ def test_missing_sealed_step_is_a_fault_and_the_newest_is_restored_next():
     assert (ended.outcome, ended.worlds) == (RunOutcome.FINISHED, 3)
     assert restored == [-1, 8, 11]
     assert len(faults) == 1
-    assert "the ranks sealed step 9 before this world: tiered://job/step-9: no complete step to load" in faults[0]
+    assert "the ranks sealed step 9 before this world: tiered://job/step-9: no complete step found" in faults[0]
 
 
 def test_stopped_job_is_sealed_and_names_the_step_that_it_resumes_from():

@@ -64,7 +64,23 @@ def test_error_for_an_absent_step_names_the_others(ckpt):
         ckpt.save({"w": torch.zeros(3)}, step).wait()
     with pytest.raises(CheckpointNotFoundError) as absent:
         ckpt.restore({"w": torch.zeros(3)}, 77)
-    assert str(absent.value) == "tiered://job/step-77: no complete step to load (there are steps 4, 5)"
+    assert str(absent.value) == "tiered://job/step-77: no complete step found (there are steps 4, 5)"
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_tensors_with_other_shapes_are_named_with_advice(ckpt, strict):
+    ckpt.save({"w": torch.zeros(3, 2), "b": torch.zeros(3), "same": torch.zeros(2)}, 4).wait()
+    state = {"w": torch.zeros(4, 2), "b": torch.zeros(()), "same": torch.ones(2)}
+    with pytest.raises(MismatchError) as other:
+        ckpt.restore(state, strict=strict)
+    assert str(other.value) == (
+        "Size mismatch between the state and step 4 of job: b has the shape () and was saved with (3,), w has the "
+        "shape (4, 2) and was saved with (3, 2). Create the state with the saved shapes. To restore the other entries "
+        "only, remove these from the state and pass strict=False"
+    )
+    assert state["same"].tolist() == [1, 1]
+    assert ckpt.restore({"same": state["same"]}, strict=False) == 4
+    assert state["same"].tolist() == [0, 0]
 
 
 def test_names_of_both_sides_are_in_a_mismatch(ckpt):

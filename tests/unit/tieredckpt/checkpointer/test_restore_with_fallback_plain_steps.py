@@ -101,6 +101,16 @@ def test_restore_takes_a_plain_step_before_an_older_one_of_ours(bucket, reads):
     assert reads == [4]
 
 
+def test_reason_of_a_fallback_is_logged_once(bucket, caplog):
+    save_ours(2, 8)
+    damage_ours(bucket, 8, SHARDS)
+    restored(2)
+    found = [one for one in caplog.records if one.levelname == "ERROR" and "agent" not in one.name]
+    errors = [record.getMessage() for record in found]
+    assert sum("are not what was saved" in text for text in errors) == 1
+    assert errors[-1] == "restore of job: trying the next older step"
+
+
 @pytest.mark.parametrize("harm", ["zeros", "gone", "short"])
 def test_restore_falls_back_past_damaged_plain_data(bucket, harm):
     save_ours(5)
