@@ -355,7 +355,12 @@ class AgentWatchdog:
                 missing = False
             except (PeerStoreError, OSError) as error:
                 level = logging.DEBUG if missing or self._stop.is_set() else logging.WARNING
-                log.log(level, "the agent of this node does not answer: %s", error)
+                log.log(
+                    level,
+                    "the agent of this node does not answer: %s. If it has ended, another one starts and takes over "
+                    "the checkpoints in memory",
+                    error,
+                )
                 missing = True
 
     def close(self) -> None:

@@ -226,7 +226,7 @@ class TierClient:
         durable = self.durable_settings(job)
         if not durable.url:
             raise TierUnavailableError(
-                f"{self.agent_error}, and no durable tier is known: "
+                f"{self.agent_error}, so the durable tier of job {job!r} is unknown: "
                 f"{self.agent_advice or 'start an agent (`tieredckpt agent --dir DIR`)'}, or name the store "
                 "with --durable URL or durable.url"
             )

@@ -51,6 +51,7 @@ def test_ls_fails_without_agent_and_store(cli, agent_dir):
     said = cli("ls", "llama")
     assert said.code == 5
     assert "no agent answers" in said.err
+    assert "so the durable tier of job 'llama' is unknown" in said.err
     assert "--durable" in said.err
     assert "Traceback" not in said.err
 

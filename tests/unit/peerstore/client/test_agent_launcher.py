@@ -64,6 +64,22 @@ def test_close_does_not_wait_for_a_running_launch_and_no_other_follows():
     ends[1].close()
 
 
+def test_lost_agent_is_logged_with_its_replacement(caplog):
+    ends = []
+    watch = AgentWatchdog(lambda: greeted(ends), lambda: False)
+    try:
+        wait_until(lambda: ends)
+        ends[0].close()  # the agent has died
+        wait_until(lambda: caplog.records)
+    finally:
+        watch.close()
+        for end in ends:
+            end.close()
+    text = caplog.records[0].getMessage()
+    assert text.startswith("the agent of this node does not answer: ")
+    assert text.endswith(". If it has ended, another one starts and takes over the checkpoints in memory")
+
+
 def test_ending_agent_removes_its_socket_before_closing_connections(tmp_path):
     arena = MemfdArena()
     store = NodeStore(arena, StoreSettings(budget="64MiB"), threads=1)
