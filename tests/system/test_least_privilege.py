@@ -66,7 +66,7 @@ def test_agent_serves_from_a_directory_that_root_created(agent_dir, tmp_path):
         assert agent_pid(agent_dir) == process.pid
         looking = [sys.executable, "-m", "tieredckpt", "ls", "--json", "--agent-dir", str(agent_dir)]
         ours = subprocess.run([*closed, *user, *looking], capture_output=True, text=True, env=env, timeout=200)
-        assert json.loads(ours.stdout) == {"jobs": [], "agent": True}
+        assert json.loads(ours.stdout) == {"jobs": [], "agent": True, "unreachable_agents": {}}
         other = [*closed, "setpriv", "--reuid=10002", "--regid=10002", "--clear-groups", *looking]
         theirs = subprocess.run(other, capture_output=True, text=True, env=env, timeout=200)
         assert theirs.returncode != 0

@@ -128,7 +128,7 @@ def test_agent_command_runs_the_agent(agent_dir):
             break
     assert agent_pid(agent_dir) == process.pid
     seen = run_command("ls", "--json")
-    assert json.loads(seen.stdout) == {"jobs": [], "agent": True}
+    assert json.loads(seen.stdout) == {"jobs": [], "agent": True, "unreachable_agents": {}}
     assert run_command("ls").stdout == "no jobs\n"
     process.send_signal(signal.SIGTERM)
     assert process.wait(20) == 0
