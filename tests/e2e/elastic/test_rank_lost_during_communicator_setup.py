@@ -21,7 +21,7 @@ nccl_like.register()
 
 @recoverable(policy=RecoveryPolicy(backend=nccl_like.NAME, peer_loss_wait_s=1.0))
 def train(world):
-    print(f"world {world.epoch} {world.rank} {os.getpid()}", flush=True)
+    print(f"entered {world.epoch} {world.rank} {os.getpid()}", flush=True)
     if world.epoch == 0 and world.rank == 1:
         dist.group.WORLD._store.get("here/0")  # the other one is in it
         os.kill(os.getpid(), signal.SIGKILL)
@@ -54,7 +54,7 @@ def test_communicator_setup_with_a_lost_rank_ends(job, mode):
     )
     assert run.wait(timeout=200) == 0, job.output()
     said = [line.split() for log in (job.folder / "logs").glob("*/*.log") for line in log.read_text().splitlines()]
-    pids = {(int(line[1]), int(line[2])): int(line[3]) for line in said if line[:1] == ["world"]}
+    pids = {(int(line[1]), int(line[2])): int(line[3]) for line in said if line[:1] == ["entered"]}
     newest = max(epoch for epoch, _ in pids)
     assert {line[2] for line in said if line[:2] == ["sum", str(newest)]} == {"2"}
     stayed = pids[0, 0] in (pids[newest, 0], pids[newest, 1])
