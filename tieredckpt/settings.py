@@ -417,6 +417,15 @@ def override_settings(settings: Settings, **sections: Mapping[str, Any]) -> Sett
     return _build(tree, [])
 
 
+def require_plain_url(settings: Settings) -> None:
+    """Raise :class:`SettingsError` if the package is disabled and plain checkpoints have no place.
+
+    Scripts may name the place in an argument, so :func:`load_settings` does not know it.
+    """
+    if not settings.enabled and not settings.durable.url:
+        raise SettingsError("enabled: false needs durable.url, the place plain checkpoints are written to")
+
+
 def _read_file(path: Path) -> tuple[dict[str, Any], list[str]]:
     try:
         tree = load_yaml(path.read_text(encoding="utf-8"))
@@ -569,9 +578,6 @@ def _contradictions(settings: Settings) -> list[_Problem]:
             "mirror"
         )
         problems.append((("peer.copies", "peer.mode"), text))
-    if not settings.enabled and not durable.url:
-        text = "false needs durable.url, the place plain checkpoints are written to"
-        problems.append((("enabled", "durable.url"), text))
     return problems
 
 

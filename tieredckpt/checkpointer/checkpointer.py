@@ -62,7 +62,7 @@ from tieredckpt.live.boundary_recorder import BoundaryRecorder
 from tieredckpt.location import check_step, parse_location
 from tieredckpt.resolve_step import Candidate
 from tieredckpt.session.session import Session, open_session, session_if_open
-from tieredckpt.settings import Settings, load_settings, override_settings
+from tieredckpt.settings import Settings, load_settings, override_settings, require_plain_url
 from tieredckpt.step_inventory import StepInventory
 from tieredckpt.tensors.device import accelerator
 from tieredckpt.tensors.state_dict import (
@@ -128,6 +128,7 @@ class Checkpointer:
             durable={"url": durable, "every": durable_every, "keep_last": keep_last, "keep_every": keep_every},
             memory={"every": every, "on_busy": on_busy, "trust_objects": trust_objects, "proof": proof},
         )
+        require_plain_url(self.settings)
         self._on_failure = on_failure
         self._ranks = RankGroup(process_group)
         self._restorer = CheckpointRestorer(self._location.job, self.settings, self._ranks)

@@ -329,7 +329,7 @@ class CheckpointRestorer:
             reader = plain_reader(durable, job, found, trust_objects=self._settings.memory.trust_objects)
             _send_saved_names(state, reader)
             try:
-                self._ranks.call_dcp(dcp.load, state, storage_reader=reader)
+                self._ranks.call_dcp(dcp.load, state, storage_reader=reader, planner=RestorePlanner())
             except CheckpointException as failure:
                 error = unwrap_load_error(failure)
                 if step is not None or not isinstance(error, CheckpointDamagedError):

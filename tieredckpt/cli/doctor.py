@@ -55,7 +55,7 @@ from tieredckpt.errors import (
 )
 from tieredckpt.http_server import UNIX
 from tieredckpt.memory_service_options import jobs_in_use
-from tieredckpt.settings import DurableSettings, Settings, override_settings
+from tieredckpt.settings import DurableSettings, Settings, override_settings, require_plain_url
 
 FRAMEWORK_CHECKS = "tieredckpt.framework_checks"
 """Entry-point group of functions from a framework's name, settings and environment to findings."""
@@ -94,6 +94,7 @@ def doctor_command(
     """
     try:
         settings = settings_from_options(agent_dir, durable)
+        require_plain_url(settings)
         probe_bytes = parse_size(size)
     except SettingsError as error:
         return _print_report(screen, [check_failed("settings", str(error), "correct these keys")], [])

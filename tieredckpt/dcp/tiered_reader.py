@@ -61,7 +61,7 @@ from tieredckpt.restore.read_executor import ReadExecutor, read_item_box
 from tieredckpt.restore.step_index import RankReadPlan
 from tieredckpt.restore.verified_reads import PinnedShards, ReadMismatchError, ShardCheck
 from tieredckpt.session.session import Session, open_session
-from tieredckpt.settings import Settings, load_settings, override_settings
+from tieredckpt.settings import Settings, load_settings, override_settings, require_plain_url
 from tieredckpt.step_inventory import DOCTOR_HINT, LoadChoice, StepInventory
 from tieredckpt.tensors.plain_tensors import dtype_from_name
 
@@ -98,6 +98,7 @@ class TieredReader(StorageReader):
         super().__init__()
         settings = settings or load_settings()
         self.settings = settings if durable is None else override_settings(settings, durable={"url": durable})
+        require_plain_url(self.settings)
         self._location: Location = location_at_step(parse_location(target), step)
         self._step_given = step
         self._cast = on_dtype_mismatch == "cast"

@@ -56,7 +56,7 @@ from tieredckpt.session.save_plan import (
 )
 from tieredckpt.session.session import Session, open_session, session_if_open
 from tieredckpt.session.slot_pool import StagedShard
-from tieredckpt.settings import Settings, load_settings, override_settings
+from tieredckpt.settings import Settings, load_settings, override_settings, require_plain_url
 from tieredckpt.tensors.slot_copy import SlotWrite
 from tieredckpt.tensors.state_dict import (
     state_fingerprint,
@@ -141,6 +141,7 @@ class TieredWriter(SlotStager, StorageWriter):
         self._starts_over = start_over
         settings = settings or load_settings()
         self.settings = settings if durable is None else override_settings(settings, durable={"url": durable})
+        require_plain_url(self.settings)
         self._location = _check_save_location(location_at_step(parse_location(target), step))
         self._step_given = step
         self._call = _SaveCall()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from array import array
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -27,7 +28,11 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 class RestorePlanner(DefaultLoadPlanner):
-    """Planner of the same read items as DCP's planner, in one pass over the state without searches."""
+    """Planner of the same read items as DCP's planner, in one pass over the state without searches.
+
+    It returns objects to the keys that they have in the state. DCP's paths have the keys of mappings as strings: its
+    own planner adds a second entry if a key is a number.
+    """
 
     def set_up_planner(
         self,
@@ -36,7 +41,9 @@ class RestorePlanner(DefaultLoadPlanner):
         is_coordinator: bool = False,  # noqa: FBT002 - torch's own signature
     ) -> None:
         found = _FlatState()
+        self._places = found.places
         if not found.add_all(state_dict):
+            _add_places(self._places, "", state_dict)
             super().set_up_planner(state_dict, metadata, is_coordinator)
             return
         self.original_state_dict, self.state_dict, self.mappings = state_dict, found.values, found.paths
@@ -53,6 +60,14 @@ class RestorePlanner(DefaultLoadPlanner):
             items += found
         return LoadPlan(items)
 
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        place = self._places.get(read_item.dest_index.fqn)
+        if place is None:
+            super().load_bytes(read_item, value)
+            return
+        container, key = place
+        container[key] = torch.load(value, weights_only=False)  # the reader has checked the bytes
+
     def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
         value: Any = self.state_dict.get(read_item.dest_index.fqn)
         if type(value) in _PLAIN and value.shape == read_item.lengths:
@@ -68,23 +83,39 @@ class _FlatState:
     def __init__(self) -> None:
         self.values: StateDict = {}
         self.paths: dict[str, tuple[str | int, ...]] = {}
+        self.places: dict[str, tuple[Any, Any]] = {}
+        """Container and key of each leaf."""
 
     def add_all(self, state: Mapping[str, Any]) -> bool:
         """Add a state; return False if it has values that DCP itself must set up."""
-        return all(self._add(str(key), (str(key),), value) for key, value in state.items())
+        return all(self._add(str(key), (str(key),), value, (state, key)) for key, value in state.items())
 
-    def _add(self, fqn: str, path: tuple[str | int, ...], value: Any) -> bool:
+    def _add(self, fqn: str, path: tuple[str | int, ...], value: Any, place: tuple[Any, Any]) -> bool:
         if isinstance(value, torch.Tensor):
             if (type(value) not in _PLAIN and type(value) is not DTensor) or value.is_meta:
                 return False
         elif isinstance(value, Mapping):
-            return all(self._add(f"{fqn}.{key}", (*path, str(key)), inner) for key, inner in value.items())
+            return all(
+                self._add(f"{fqn}.{key}", (*path, str(key)), inner, (value, key)) for key, inner in value.items()
+            )
         elif isinstance(value, list) and not is_leaf_list(value):
-            return all(self._add(f"{fqn}.{number}", (*path, number), inner) for number, inner in enumerate(value))
+            return all(
+                self._add(f"{fqn}.{number}", (*path, number), inner, (value, number))
+                for number, inner in enumerate(value)
+            )
         if fqn in self.values:
             return False
-        self.values[fqn], self.paths[fqn] = value, path
+        self.values[fqn], self.paths[fqn], self.places[fqn] = value, path, place
         return True
+
+
+def _add_places(places: dict[str, tuple[Any, Any]], prefix: str, container: Any) -> None:
+    """Add container and key of each leaf, by its name in DCP's ``flatten_state_dict``."""
+    for key, value in container.items() if isinstance(container, Mapping) else enumerate(container):
+        if isinstance(value, Mapping) or (isinstance(value, list) and not is_leaf_list(value)):
+            _add_places(places, f"{prefix}{key}.", value)
+        else:
+            places[f"{prefix}{key}"] = container, key
 
 
 def _tensor_items(fqn: str, value: Any, metadata: Metadata) -> list[ReadItem] | None:

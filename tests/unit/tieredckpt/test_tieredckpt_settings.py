@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import os
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tieredckpt import Checkpointer, TieredReader, TieredWriter
 from tieredckpt.errors import SettingsError
 from tieredckpt.settings import (
     AgentSettings,
@@ -101,9 +103,15 @@ def test_enabled(config, text, enabled):
     assert config("enabled: true", **environ).enabled is enabled
 
 
-def test_switched_off_without_a_place_is_a_contradiction():
+@pytest.mark.parametrize("user", [Checkpointer, TieredReader, partial(TieredWriter, step=1)])
+def test_disabled_package_needs_a_durable_url_in_settings_or_arguments(monkeypatch, tmp_path, user):
+    monkeypatch.setenv("TIEREDCKPT_ENABLED", "0")
+    assert not load_settings().enabled
     with pytest.raises(SettingsError, match=r"enabled: .*durable\.url"):
-        load_settings({"TIEREDCKPT_ENABLED": "0"})
+        user("tiered://llama")
+    made = user("tiered://llama", durable=str(tmp_path))
+    assert made.settings.durable.url == str(tmp_path)
+    getattr(made, "close", lambda: None)()
 
 
 def test_copies_and_parity_are_exclusive():
