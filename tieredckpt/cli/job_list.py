@@ -30,7 +30,7 @@ _MANIFEST = re.compile(r"([A-Za-z0-9._-]{1,128})/manifests/([0-9]{12,19})\..*\.m
 
 def show_jobs(screen: CommandOutput, client: TierClient, durable: str | None, others: Sequence[AgentJobs]) -> ExitCode:
     """Print the jobs of the client's agent, of other agents and of the store ``durable``."""
-    if client.agent is None and durable is None:
+    if client.agent is None and durable is None and all(one.silence for one in others):
         advice = f"; {client.agent_advice}" if client.agent_advice else ""
         raise TierUnavailableError(
             f"{client.agent_error}, so the contents of this node's memory are unknown; --durable URL lists the jobs of "
@@ -38,9 +38,17 @@ def show_jobs(screen: CommandOutput, client: TierClient, durable: str | None, ot
         )
     found: dict[str, dict[str, Any]] = {}
     silent = {str(one.directory): _silence(one.silence, one.jobs) for one in others if one.silence}
+    own = str(client.settings.agent_directory)
+    if client.agent is None and durable is None:
+        silent[own] = _silence(client.agent_error, ())
     with screen.spinner("looking at the jobs of this machine"):
         if client.agent is not None:
-            _add_jobs_of_agent(client.agent, found, with_durable=durable is None)
+            try:
+                _add_jobs_of_agent(client.agent, found, with_durable=durable is None)
+            except (PeerStoreError, TieredCheckpointError, OSError) as error:  # it may end meanwhile
+                if all(one.silence for one in others):
+                    raise
+                silent[own] = _silence(str(error), ())
         for one in others:
             if one.silence:
                 continue

@@ -1,6 +1,7 @@
 """Commands find the agents of jobs on this machine, including those of simulated nodes."""
 
 import contextlib
+import json
 import os
 import secrets
 import signal
@@ -15,6 +16,11 @@ from peerstore.transport.unix import connect_to_agent
 from tests.support.agents import agent_directory, agent_pid, stop_agent, stop_process
 from tests.support.jobs import CheckpointJob
 from tests.support.local_nodes import wait_until
+from tieredckpt.agent.local_agents import AgentJobs
+from tieredckpt.cli.command_output import CommandOutput
+from tieredckpt.cli.common_options import ANY_JOB, settings_from_options
+from tieredckpt.cli.job_list import show_jobs
+from tieredckpt.cli.tier_client import open_tier_client
 from tieredckpt.session.session import close_sessions
 from tieredckpt.settings import DurableSettings, Settings
 
@@ -78,6 +84,18 @@ def test_jobs_of_all_agents_are_listed(cli, two_simulated_jobs):
     assert listed[other.name]["newest_in_memory"] == 7
     named = cli("ls", "--agent-dir", other.agent, "--json").json["jobs"]
     assert [row["job"] for row in named] == [other.name]
+
+
+def test_agent_that_ends_during_a_listing_hides_no_other_jobs(two_simulated_jobs, capsys):
+    one, other = two_simulated_jobs
+    screen = CommandOutput("tieredckpt")
+    screen.as_json = True
+    with open_tier_client(settings_from_options(one.agent, None, ANY_JOB)) as client:
+        CheckpointJob(one.agent, DurableSettings()).kill_agent()
+        code = show_jobs(screen, client, None, [AgentJobs(other.agent, {other.name: True}, "")])
+    listed = json.loads(capsys.readouterr().out)
+    assert (code, [row["job"] for row in listed["jobs"]]) == (5, [other.name])
+    assert list(listed["unreachable_agents"]) == [str(one.agent)]
 
 
 def test_jobs_of_a_silent_agent_are_listed_as_unknown(cli, two_simulated_jobs):
