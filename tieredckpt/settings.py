@@ -426,6 +426,13 @@ def require_plain_url(settings: Settings) -> None:
         raise SettingsError("enabled: false needs durable.url, the place plain checkpoints are written to")
 
 
+def load_complete_settings() -> Settings:
+    """Return the settings for code that has no arguments to complete them."""
+    settings = load_settings()
+    require_plain_url(settings)
+    return settings
+
+
 def _read_file(path: Path) -> tuple[dict[str, Any], list[str]]:
     try:
         tree = load_yaml(path.read_text(encoding="utf-8"))

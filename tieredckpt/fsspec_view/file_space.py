@@ -48,7 +48,7 @@ from tieredckpt.fsspec_view.step_files import (
 )
 from tieredckpt.location import Location, parse_location
 from tieredckpt.session.session import Session, open_session
-from tieredckpt.settings import Settings, load_settings, override_settings
+from tieredckpt.settings import Settings, load_complete_settings, override_settings
 
 _DCP_NAME = re.compile(r"(__[0-9]{1,6}(_[0-9]{1,6}\.distcp|\.metadata)|\.metadata)(\.tmp)?")
 _RANKS = 1024
@@ -88,7 +88,7 @@ class StepFileSpace:
 
     @property
     def settings(self) -> Settings:
-        return self._settings or load_settings()
+        return self._settings or load_complete_settings()
 
     @property
     def session(self) -> Session:
@@ -424,14 +424,14 @@ class SideFileStore:
 
     @property
     def _session(self) -> Session:
-        return open_session(self.job, load_settings())
+        return open_session(self.job, load_complete_settings())
 
     def _durable(self) -> ObjectStore | None:
-        return self._access.open() if load_settings().durable.url else None
+        return self._access.open() if load_complete_settings().durable.url else None
 
     def _memory(self) -> Blobs | None:
         """Return the files in this node's memory; ``None`` while the package is disabled."""
-        return self._session.agent.store.blobs if load_settings().enabled else None
+        return self._session.agent.store.blobs if load_complete_settings().enabled else None
 
     def _get(self, name: str) -> bytes | None:
         with translated_store_errors(f"{self.job} cannot be looked up"):

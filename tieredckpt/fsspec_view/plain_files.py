@@ -17,7 +17,7 @@ from tieredckpt.format import object_keys
 from tieredckpt.fsspec_view.segmented_file import READ_BUFFER_BYTES, SegmentedFile
 from tieredckpt.restore.step_index import ByteRange
 from tieredckpt.session.session import open_session
-from tieredckpt.settings import DurableSettings, load_settings
+from tieredckpt.settings import DurableSettings, load_complete_settings
 
 PENDING_SUFFIX = ".tmp"
 
@@ -32,7 +32,7 @@ class DurableAccess:
 
     def open(self) -> ObjectStore:
         """Return the store, opened by this process. Changed settings close it."""
-        settings = load_settings()
+        settings = load_complete_settings()
         if settings.enabled:
             return open_session(self._job, settings).durable.open()
         with self._lock:
@@ -150,7 +150,7 @@ class PlainFileSpace:
         return True
 
     def _folder(self, step: int) -> tuple[Any, str]:
-        return plain_folder(load_settings().durable, self.job, step)
+        return plain_folder(load_complete_settings().durable, self.job, step)
 
 
 def is_rank_metadata(name: str) -> bool:

@@ -60,7 +60,7 @@ from tieredckpt.fsspec_view.segmented_file import READ_BUFFER_BYTES, Segment, Se
 from tieredckpt.location import Location, parse_location
 from tieredckpt.restore.step_index import ByteRange, StepIndex
 from tieredckpt.session.session import Session, open_session
-from tieredckpt.settings import load_settings
+from tieredckpt.settings import load_complete_settings
 from tieredckpt.step_inventory import LoadChoice, StepInventory
 from tieredckpt.tensors.plain_tensors import dtype_from_name
 from tieredckpt.tensors.safe_objects import load_dcp_metadata
@@ -229,7 +229,7 @@ class JobStepFiles:
 
     @property
     def session(self) -> Session:
-        return open_session(self.job, load_settings())
+        return open_session(self.job, load_complete_settings())
 
     def steps(self) -> list[int]:
         """Return the steps that a load can choose, oldest first. Steps of other branches are skipped."""
@@ -288,14 +288,14 @@ class JobStepFiles:
 
     def _survey(self) -> StepInventory:
         """Return the steps that a load sees: only plain checkpoints while the package is disabled."""
-        settings = load_settings()
+        settings = load_complete_settings()
         if not settings.enabled:
             return StepInventory((), plain=plain_steps(settings.durable, self.job))
         with translated_store_errors(f"{self.job} cannot be looked up"):
             return self.session.list_steps(fresh=True)
 
     def _choose(self, seen: StepInventory, step: int | None = None) -> LoadChoice:
-        return seen.choose(step, avoid_after=load_settings().memory.avoid_after_crashed_loads)
+        return seen.choose(step, avoid_after=load_complete_settings().memory.avoid_after_crashed_loads)
 
     def _chosen_version(self, step: int) -> VersionId | int:
         """Return the attempt at ``step`` that a load would choose; its number for a plain checkpoint."""

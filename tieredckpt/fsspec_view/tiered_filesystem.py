@@ -47,9 +47,9 @@ class _JobFiles:
     @property
     def writing(self) -> StepFileSpace | PlainFileSpace:
         """Files of steps that this process writes: of plain checkpoints while the package is disabled."""
-        from tieredckpt.settings import load_settings
+        from tieredckpt.settings import load_complete_settings
 
-        return self.tiered if load_settings().enabled else self.plain
+        return self.tiered if load_complete_settings().enabled else self.plain
 
 
 class TieredFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec has no types
