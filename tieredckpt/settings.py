@@ -351,7 +351,11 @@ def load_settings(environ: Mapping[str, str] = os.environ) -> Settings:
     try:
         return _build(_with_platform_defaults(tree, platform_settings(source)), problems)
     except SettingsError as error:
-        raise SettingsError(f"{error} (beneath the other settings: ${CLUSTER_CONFIG_ENV}={source})") from error
+        raise SettingsError(f"{error} {_beneath(source)}") from error
+
+
+def _beneath(source: str) -> str:
+    return f"(beneath the other settings: ${CLUSTER_CONFIG_ENV}={source})"
 
 
 RUN_DIRECTORY_VARIABLE = "ELASTIC_RUN_DIRECTORY"
@@ -417,19 +421,22 @@ def override_settings(settings: Settings, **sections: Mapping[str, Any]) -> Sett
     return _build(tree, [])
 
 
-def require_plain_url(settings: Settings) -> None:
+def require_plain_url(settings: Settings, environ: Mapping[str, str] = os.environ) -> None:
     """Raise :class:`SettingsError` if the package is disabled and plain checkpoints have no place.
 
     Scripts may name the place in an argument, so :func:`load_settings` does not know it.
     """
-    if not settings.enabled and not settings.durable.url:
-        raise SettingsError("enabled: false needs durable.url, the place plain checkpoints are written to")
+    if settings.enabled or settings.durable.url:
+        return
+    problem = "enabled: false needs durable.url, the place plain checkpoints are written to"
+    source = cluster_config_source(environ)
+    raise SettingsError(f"{problem} {_beneath(source)}" if source else problem)
 
 
-def load_complete_settings() -> Settings:
+def load_complete_settings(environ: Mapping[str, str] = os.environ) -> Settings:
     """Return the settings for code that has no arguments to complete them."""
-    settings = load_settings()
-    require_plain_url(settings)
+    settings = load_settings(environ)
+    require_plain_url(settings, environ)
     return settings
 
 

@@ -16,8 +16,8 @@ from integration.hyperpod.cluster.tiered_storage_config import (
     parse_tiered_storage_config,
     read_tiered_storage_config,
 )
-from tieredckpt.errors import SettingsError, TieredCheckpointError, UsageError
-from tieredckpt.settings import CLUSTER_CONFIG_ENV, load_settings
+from tieredckpt.errors import SettingsError, TieredCheckpointError
+from tieredckpt.settings import CLUSTER_CONFIG_ENV, load_complete_settings, load_settings
 
 ON = TieredStorageConfig(TieredStorageMode.ENABLE, 30)
 FLAG = {"Mode": "Enable", "InstanceMemoryAllocationPercentage": 30}
@@ -188,8 +188,8 @@ def test_disabled_tiered_storage_requires_a_durable_url(platform):
     source = platform(Mode="Disable", InstanceMemoryAllocationPercentage=30)
     off = load_settings({CLUSTER_CONFIG_ENV: source, "TIEREDCKPT_DURABLE_URL": "s3://bucket/job"})
     assert not off.enabled
-    with pytest.raises(UsageError, match=r"needs durable\.url") as refused:
-        load_settings({CLUSTER_CONFIG_ENV: source})
+    with pytest.raises(SettingsError, match=r"needs durable\.url") as refused:
+        load_complete_settings({CLUSTER_CONFIG_ENV: source})
     assert source in str(refused.value)
     assert load_settings({CLUSTER_CONFIG_ENV: source, "TIEREDCKPT_ENABLED": "1"}).enabled
 
