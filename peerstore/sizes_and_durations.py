@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from decimal import Decimal
 
-_SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*(?:([KMGT])(i?))?B?\s*", re.IGNORECASE | re.ASCII)
+_SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*(?:([KMGTP])(i?))?B?\s*", re.IGNORECASE | re.ASCII)
 _MOST = 1 << 63
 
 
@@ -18,7 +18,7 @@ def parse_size(text: str | int) -> int:
     match = _SIZE.fullmatch(text)
     if not match:
         raise ValueError(f"{text!r} is not a size: write for example 64MiB, 5GB or 1048576")
-    power = " KMGT".index((match[2] or " ").upper())
+    power = " KMGTP".index((match[2] or " ").upper())
     decimal = text.strip().lower().endswith("b") and not match[3] and power
     size = Decimal(match[1]) * (1000 if decimal else 1024) ** power
     if size >= _MOST:
@@ -28,8 +28,8 @@ def parse_size(text: str | int) -> int:
 
 def show_size(size_bytes: float) -> str:
     """Format bytes: ``1536`` as ``1.5 KiB``."""
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if size_bytes < 1024 or unit == "TiB":
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB", "PiB"):
+        if size_bytes < 1024 or unit == "PiB":
             return f"{size_bytes:.0f} {unit}" if unit == "B" else f"{size_bytes:.1f} {unit}"
         size_bytes /= 1024
     raise AssertionError
@@ -44,6 +44,6 @@ def show_seconds(seconds: float) -> str:
     return f"{seconds / 60:.1f} min" if seconds < 3600 else f"{seconds / 3600:.1f} h"
 
 
-def show_count(number: int, one: str, more: str) -> str:
-    """Format a number with its noun: ``1 step is``, ``2 steps are``."""
-    return f"{number} {one if number == 1 else more}"
+def show_count(number: int, one: str, more: str = "") -> str:
+    """Format a number with its noun: ``1 step``, ``2 steps``, or ``2 steps are`` with ``more``."""
+    return f"{number:,} {one if number == 1 else more or one + 's'}"

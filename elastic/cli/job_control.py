@@ -24,7 +24,8 @@ from elastic.control.coordinator_client import call_coordinator
 from elastic.control.run_directory import LocalRun, RunDirectory, describe_no_job, list_runs, run_secret
 from elastic.errors import JobNotFoundError, PolicyError
 from elastic.fault_injection.fault_spec import FaultInjection, InjectionKind, InjectionPhase, parse_injection
-from tieredckpt.cli.command_output import format_age, pluralized, text_table
+from peerstore.sizes_and_durations import show_count
+from tieredckpt.cli.command_output import format_age, text_table
 from tieredckpt.cli.exit_codes import ExitCode
 from tieredckpt.settings import run_directory
 
@@ -136,7 +137,7 @@ def stop_command(
 
 
 def show_job_status(out: Console, answer: ElasticJobStatus) -> None:
-    ranks = pluralized(len([node for node in answer.nodes if node.node_rank is not None]) * answer.nproc, "rank")
+    ranks = show_count(len([node for node in answer.nodes if node.node_rank is not None]) * answer.nproc, "rank")
     reason = f": {answer.reason}" if answer.reason else ""
     out.print(f"[bold]{escape(answer.job)}[/] {answer.phase.value}, world {answer.epoch}, {ranks}{escape(reason)}")
     if answer.pause is not None:
@@ -145,7 +146,7 @@ def show_job_status(out: Console, answer: ElasticJobStatus) -> None:
     if answer.replacement_wait is not None:
         out.print(f"the job {escape(str(answer.replacement_wait))}")
     elif answer.requested_nodes:
-        out.print(f"the job could use {pluralized(answer.requested_nodes, 'more node')}")
+        out.print(f"the job could use {show_count(answer.requested_nodes, 'more node')}")
     rows = [
         (
             node.node,

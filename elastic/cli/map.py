@@ -12,8 +12,7 @@ from rich.markup import escape
 
 from elastic.cli.common import ElasticScreen, pass_elastic_screen
 from elastic.errors import PolicyError
-from peerstore.sizes_and_durations import show_seconds
-from tieredckpt.cli.command_output import pluralized
+from peerstore.sizes_and_durations import show_count, show_seconds
 from tieredckpt.cli.common_options import output_options
 from tieredckpt.cli.exit_codes import ExitCode
 
@@ -149,7 +148,7 @@ def map_command(
         )
     value["seconds"] = round(time.monotonic() - began, 3)
     failures = f", {value['failed']} failed" if value["failed"] else ""
-    text = f"{pluralized(value['inputs'], 'input')}{failures}, in {show_seconds(value['seconds'])}: {output}"
+    text = f"{show_count(value['inputs'], 'input')}{failures}, in {show_seconds(value['seconds'])}: {output}"
     screen.result(value, lambda out: out.print(escape(text)))
     return ExitCode.FAILED if value["failed"] else ExitCode.OK
 

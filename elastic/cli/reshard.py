@@ -11,8 +11,8 @@ from rich.console import Console
 from rich.markup import escape
 
 from elastic.reshard.checkpoint_urls import parse_source_url, parse_target_url
-from peerstore.sizes_and_durations import show_seconds, show_size
-from tieredckpt.cli.command_output import CommandOutput, pluralized
+from peerstore.sizes_and_durations import show_count, show_seconds, show_size
+from tieredckpt.cli.command_output import CommandOutput
 from tieredckpt.cli.common_options import pass_output, settings_from_options, tier_options, with_exit_code_help
 from tieredckpt.cli.exit_codes import ExitCode
 from tieredckpt.errors import UsageError
@@ -112,13 +112,13 @@ def _plan(
 
 
 def _show(out: Console, value: dict[str, Any]) -> None:
-    objects = f" and {pluralized(value['objects'], 'object')}" if value["objects"] else ""
+    objects = f" and {show_count(value['objects'], 'object')}" if value["objects"] else ""
     out.print(
-        f"{escape(value['source'])} ({pluralized(value['parts_before'], 'part')}) is at {escape(value['target'])} in "
-        f"{pluralized(value['parts'], 'part')}: {pluralized(value['tensors'], 'tensor')}{objects}, "
+        f"{escape(value['source'])} ({show_count(value['parts_before'], 'part')}) is at {escape(value['target'])} in "
+        f"{show_count(value['parts'], 'part')}: {show_count(value['tensors'], 'tensor')}{objects}, "
         f"{show_size(value['size_bytes'])}, in {show_seconds(value['seconds'])}"
     )
     out.print(
-        f"verified: checksum {value['checksum']} of {pluralized(value['tensors'], 'tensor')}, "
+        f"verified: checksum {value['checksum']} of {show_count(value['tensors'], 'tensor')}, "
         f"{value['size_bytes']} bytes equal on both sides"
     )

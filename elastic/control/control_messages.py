@@ -370,7 +370,7 @@ class ReplacementWait(msgspec.Struct, frozen=True):
         more = len(self.lost_nodes) - _MOST_NAMES
         names = ", ".join(self.lost_nodes[:_MOST_NAMES]) + (f" and {more:,} more" if more > 0 else "")
         what = f"a replacement of {names}" if names else "another node"
-        nodes = show_count(self.remaining_nodes, "node", "nodes")
+        nodes = show_count(self.remaining_nodes, "node")
         then = f"continues with {nodes}" if self.remaining_nodes else "stops"
         return f"waits {self.within_s:.0f} s for {what}, then {then}"
 

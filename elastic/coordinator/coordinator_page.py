@@ -8,13 +8,13 @@ from types import MappingProxyType
 from elastic.control.control_messages import ElasticJobStatus, NodeSummary
 from elastic.coordinator.world_changes import WorldChange
 from elastic.world.world_state import WorldPhase
+from peerstore.sizes_and_durations import show_count
 from tieredckpt.event_log.event_types import FaultEvent
 from tieredckpt.goodput.html_report.elements import (
     DISPLAY_KINDS,
     Markup,
     MarkupPart,
     color_legend,
-    count_text,
     duration_text,
     element,
     html_page,
@@ -77,9 +77,9 @@ def describe_wait(status: ElasticJobStatus) -> str:
         limit = "" if left is None else f", for at most {duration_text(left)}"
         return f"The ranks stop at a common step and save it{limit}. Waiting for {_listed(late)}." if late else ""
     if status.phase is WorldPhase.RUNNING:
-        return f"The job could use {count_text(status.requested_nodes, 'more node')}." if status.requested_nodes else ""
+        return f"The job could use {show_count(status.requested_nodes, 'more node')}." if status.requested_nodes else ""
     ready = sum(node.state == "standby" for node in status.nodes)
-    text = f"{ready} of {count_text(status.target_nodes, 'node')} ready for the next world."
+    text = f"{ready} of {show_count(status.target_nodes, 'node')} ready for the next world."
     if status.replacement_wait is not None:
         text += f" The job {status.replacement_wait}."
     late = [f"{node.node} ({node.state})" for node in status.nodes if node.state in ("starting", "disconnected")]
@@ -88,7 +88,7 @@ def describe_wait(status: ElasticJobStatus) -> str:
 
 def _listed(names: Sequence[str]) -> str:
     more = len(names) - _MOST_WAITED
-    return ", ".join(names[:_MOST_WAITED]) + (f" and {count_text(more, 'more node')}" if more > 0 else "")
+    return ", ".join(names[:_MOST_WAITED]) + (f" and {show_count(more, 'more node')}" if more > 0 else "")
 
 
 def _ranked(status: ElasticJobStatus) -> list[NodeSummary]:
@@ -97,14 +97,14 @@ def _ranked(status: ElasticJobStatus) -> list[NodeSummary]:
 
 def _world(status: ElasticJobStatus) -> Markup:
     placed = len(_ranked(status))
-    size = f"{count_text(placed, 'node')} with {count_text(status.nproc, 'rank')} each" if placed else "no world runs"
+    size = f"{show_count(placed, 'node')} with {show_count(status.nproc, 'rank')} each" if placed else "no world runs"
     limit = f", at most {status.max_nodes}" if status.max_nodes is not None else ""
     tiles = (
         tile("world", str(status.epoch) if status.epoch >= 0 else "none yet"),
         tile("ranks", str(placed * status.nproc), size),
         tile("step reached", _step(status.step), "by every rank"),
         tile("sealed step", _step(status.sealed), "by every rank") if status.sealed >= 0 else None,
-        tile("target size", count_text(status.target_nodes, "node"), f"of the next world{limit}"),
+        tile("target size", show_count(status.target_nodes, "node"), f"of the next world{limit}"),
         tile("restarts", str(status.restarts), look="warn" if status.restarts else ""),
     )
     reason = f"Last change: {status.reason}." if status.reason else ""
@@ -141,7 +141,7 @@ def _nodes(status: ElasticJobStatus) -> Markup:
             rows,
             right=("spares", "step", "sealed", "last heartbeat"),
         ),
-        element("p", f"and {count_text(more, 'more node')}", class_="note") if more else None,
+        element("p", f"and {show_count(more, 'more node')}", class_="note") if more else None,
     )
 
 
@@ -210,7 +210,7 @@ def _causes(change: WorldChange) -> MarkupPart:
     more = len(change.faults) - _MOST_FAULTS
     return (
         [element("div", _location(fault), ": ", fault.reason or fault.kind) for fault in change.faults[:_MOST_FAULTS]],
-        element("div", f"and {count_text(more, 'more fault')}", class_="sub") if more > 0 else None,
+        element("div", f"and {show_count(more, 'more fault')}", class_="sub") if more > 0 else None,
     )
 
 

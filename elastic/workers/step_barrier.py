@@ -168,7 +168,7 @@ def default_signal_requests(grace_s: float) -> dict[int, SignalRequest]:
     """Return the requests of SIGUSR1 (another world) and SIGTERM (this process stops in ``grace_s``)."""
     return {
         signal.SIGUSR1: SignalRequest(NoticeKind.RESIZE, "SIGUSR1"),
-        signal.SIGTERM: SignalRequest(NoticeKind.RESIZE, "SIGTERM: this process is to go", grace_s),
+        signal.SIGTERM: SignalRequest(NoticeKind.RESIZE, "SIGTERM: this process ends", grace_s),
     }
 
 
@@ -192,6 +192,7 @@ class NoticeWatcher:
         """Epoch of the last abort, and its time."""
         self._barrier: StepBarrier | None = None
         self._requests: collections.deque[SignalRequest] = collections.deque()
+        self._logged_error = ""
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="elastic-watch", daemon=True)
         plane.on_broken(self._broken)
@@ -240,8 +241,11 @@ class NoticeWatcher:
             try:
                 self._plane.request_change(request.kind, request.reason, deadline_s=request.deadline_s)
             except ElasticError as error:
-                log.warning("%s was not passed on yet: %s", request.reason, error)
+                if str(error) != self._logged_error:
+                    self._logged_error = str(error)
+                    log.warning("request (%s) failed and is repeated: %s", request.reason, error)
                 return
+            self._logged_error = ""
             self._requests.popleft()
 
 

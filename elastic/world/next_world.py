@@ -52,6 +52,7 @@ from elastic.world.world_state import (
     WorldState,
 )
 from elastic.world.world_transition import WorldTransition
+from peerstore.sizes_and_durations import show_count
 
 __all__ = ["apply_event", "initial_world", "next_world", "reconcile_world"]
 
@@ -421,7 +422,10 @@ def _run(transition: WorldTransition) -> None:
         )
         if transition.growth_allowed_s <= transition.now_s:
             _pause(
-                transition, f"{possible} nodes are available" if possible > world.size else "an offender is replaced"
+                transition,
+                f"{show_count(possible, 'node is', 'nodes are')} available"
+                if possible > world.size
+                else "an offender is replaced",
             )
     else:
         transition.update(growth_possible_since_s=None)
@@ -455,7 +459,7 @@ def _leave_preempted(transition: WorldTransition, leaving: list[NodeMember], pos
     if first_s - transition.policy.graceful_shutdown_timeout_s <= transition.now_s:
         rest = len(transition.members_with_ranks) - len(leaving)
         transition.update(stopping=True)
-        _pause(transition, f"{names} preempted: {rest} nodes are left, at least {least} are needed", stop=True)
+        _pause(transition, f"{names} preempted: {_nodes_left(rest, least)}", stop=True)
 
 
 def _request_nodes(transition: WorldTransition, size: int, reason: str) -> None:
@@ -610,7 +614,7 @@ def _form_first_world(transition: WorldTransition, ready: list[NodeMember]) -> N
         here = len(world_transition.available_members(world))
         waits = world.reason != "" and here < policy.smallest_size  # for a replacement of a node that left
         if waits and _is_past(world.replacement_deadline_s, transition):
-            transition.fail_job(world.reason, f"{here} nodes are left, at least {policy.smallest_size} are needed")
+            transition.fail_job(world.reason, _nodes_left(here, policy.smallest_size))
             return
         transition.update(
             phase=WorldPhase.FORMING, replacement_deadline_s=world.replacement_deadline_s if waits else None
@@ -642,7 +646,7 @@ def _wait(transition: WorldTransition, ready: list[NodeMember], unready: list[No
         if len(here) >= least:
             transition.update(phase=WorldPhase.WAITING)
         else:
-            why = f"{transition.world.reason}; {len(here)} nodes are left, at least {least} are needed"
+            why = f"{transition.world.reason}; {_nodes_left(len(here), least)}"
             transition.stop_job(why, transition.world.resume_from)
 
 
@@ -667,3 +671,7 @@ def _timers(transition: WorldTransition) -> list[float]:
     if world.epoch < 0 and policy.startup_timeout_s is not None:
         times_s.append(world.formed_s + policy.startup_timeout_s)
     return [time_s for time_s in times_s if time_s is not None and transition.now_s < time_s < math.inf]
+
+
+def _nodes_left(count: int, least: int) -> str:
+    return f"{show_count(count, 'node is', 'nodes are')} left, at least {show_count(least, 'is', 'are')} needed"

@@ -16,8 +16,8 @@ from rich.markup import escape
 from elastic.reshard.checkpoint_urls import parse_target_url
 from peerstore.errors import InvalidNameError
 from peerstore.shard_records import JobName, validate_job_name
-from peerstore.sizes_and_durations import show_seconds, show_size
-from tieredckpt.cli.command_output import CommandOutput, pluralized
+from peerstore.sizes_and_durations import show_count, show_seconds, show_size
+from tieredckpt.cli.command_output import CommandOutput
 from tieredckpt.cli.common_options import output_options, pass_output, with_exit_code_help
 from tieredckpt.cli.exit_codes import ExitCode
 from tieredckpt.cli.run_program import run_program
@@ -140,10 +140,10 @@ def _cut(source: SageMakerFormatSource, ranks: int | None) -> ReshardPlan:
 def _show(out: Console, value: dict[str, Any]) -> None:
     for reason in value["passed_over"]:
         out.print(f"passed over: {escape(reason)}")
-    objects = f" and {pluralized(value['objects'], 'object')}" if value["objects"] else ""
+    objects = f" and {show_count(value['objects'], 'object')}" if value["objects"] else ""
     out.print(
         f"{escape(value['source'])} is at {escape(value['target'])}: "
-        f"{pluralized(value['tensors'], 'tensor')}{objects}, "
+        f"{show_count(value['tensors'], 'tensor')}{objects}, "
         f"{show_size(value['size_bytes'])}, in {show_seconds(value['seconds'])}"
     )
     out.print(f"verified: checksum {value['checksum']}, {value['size_bytes']} bytes equal on both sides")

@@ -8,13 +8,12 @@ from itertools import groupby
 from typing import Any
 
 from peerstore.shard_records import ArenaStatus, JobStatus, ShardInfo, StoreStatus, VersionId
+from peerstore.sizes_and_durations import show_count, show_size
 from tieredckpt.agent.agent_api import DrainStatus, ProtectionStatus
 from tieredckpt.agent.job_health import describe_protection
 from tieredckpt.goodput.html_report.elements import (
     Markup,
     MarkupPart,
-    bytes_text,
-    count_text,
     duration_text,
     element,
     html_page,
@@ -52,7 +51,7 @@ class JobOnNode:
 def live_page(node: str, writer: str, store: StoreStatus, jobs: Sequence[JobOnNode], now_ns: int) -> str:
     """Return the page, which a browser loads again every few seconds."""
     unprotected = sum(not one.is_protected for one in jobs)
-    state = f"{count_text(unprotected, 'job')} unprotected" if unprotected else "good"
+    state = f"{show_count(unprotected, 'job')} unprotected" if unprotected else "good"
     body = (
         element(
             "header",
@@ -62,7 +61,7 @@ def live_page(node: str, writer: str, store: StoreStatus, jobs: Sequence[JobOnNo
         ),
         _memory(store.arena, store.verifying),
         [_job(one, now_ns) for one in jobs[:_MOST_JOBS]],
-        element("p", f"and {count_text(len(jobs) - _MOST_JOBS, 'more job')}") if len(jobs) > _MOST_JOBS else None,
+        element("p", f"and {show_count(len(jobs) - _MOST_JOBS, 'more job')}") if len(jobs) > _MOST_JOBS else None,
         None if jobs else report_section("jobs", "Jobs", element("p", "No job has saved a step here.")),
         _damage(store),
         element("footer", "All nodes of a job: tieredckpt top JOB. For programs: /metrics and /status."),
@@ -73,13 +72,13 @@ def live_page(node: str, writer: str, store: StoreStatus, jobs: Sequence[JobOnNo
 def _memory(arena: ArenaStatus, verifying: int) -> Markup:
     share = arena.allocated_bytes / arena.budget_bytes if arena.budget_bytes else 0.0
     tiles = (
-        tile("in slots", bytes_text(arena.allocated_bytes), f"{100 * share:.0f} % of the budget"),
-        tile("sealed", bytes_text(arena.sealed_bytes)),
-        tile("budget", bytes_text(arena.budget_bytes)),
+        tile("in slots", show_size(arena.allocated_bytes), f"{100 * share:.0f} % of the budget"),
+        tile("sealed", show_size(arena.sealed_bytes)),
+        tile("budget", show_size(arena.budget_bytes)),
         tile(
             "slots", str(arena.slots), f"{arena.free_slots} free, {arena.leases} being written, {arena.pins} being read"
         ),
-        tile("not verified yet", count_text(verifying, "shard"), look="warn") if verifying else None,
+        tile("not verified yet", show_count(verifying, "shard"), look="warn") if verifying else None,
     )
     return report_section("memory", "Memory", element("dl", tiles, class_="tiles"))
 
@@ -131,14 +130,14 @@ def _steps(one: JobOnNode, now_ns: int) -> Iterator[Sequence[MarkupPart]]:
         held = list(group)
         own = sum(not shard.holders for shard in held)
         parts = [f"{own} own"] if own else []
-        parts += [f"{count_text(len(held) - own, 'replica')}"] if len(held) > own else []
+        parts += [f"{show_count(len(held) - own, 'replica')}"] if len(held) > own else []
         complete = len(held) >= held[0].parts or any(shard.marked_committed for shard in held)
         sealed_ns = max(shard.sealed_ns for shard in held)
         yield (
             str(version_id.version),
             "complete" if complete else "not complete yet",
             f"{', '.join(parts)}, of {held[0].parts}",
-            bytes_text(sum(shard.size_bytes for shard in held)),
+            show_size(sum(shard.size_bytes for shard in held)),
             _replicated(one, version_id),
             _durable(uploads.get(version_id)),
             duration_text(max(0.0, (now_ns - sealed_ns) / 1e9)),
@@ -158,7 +157,7 @@ def _durable(upload: DrainStatus | None) -> MarkupPart:
     if upload.state == "running" and upload.bytes_total:
         share = min(1.0, upload.bytes_done / upload.bytes_total)
         bar = element("i", class_="meter f-hydrate", style=f"width:{60 * share:.0f}px")
-        return (bar, f" {100 * share:.0f} % of {bytes_text(upload.bytes_total)}")
+        return (bar, f" {100 * share:.0f} % of {show_size(upload.bytes_total)}")
     words = {"done": "yes", "waiting": "waits", "running": "is being uploaded"}.get(upload.state, upload.state)
     return (words, element("div", upload.error, class_="sub")) if upload.error else words
 
@@ -180,7 +179,7 @@ def _nodes(peers: Mapping[str, Any]) -> MarkupPart:
         element("h3", "Nodes"),
         element("p", f"This node {peers['sees'] or 'is alone'}{quorum}.", class_="note"),
         html_table(("node", "state", ""), rows),
-        element("p", f"and {count_text(more, 'more node')}", class_="note") if more else None,
+        element("p", f"and {show_count(more, 'more node')}", class_="note") if more else None,
         element("p", f"Sending {peers['sending']}", class_="note") if peers["sending"] else None,
     )
 

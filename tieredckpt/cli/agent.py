@@ -23,12 +23,12 @@ from peerstore.errors import PeerStoreError
 from peerstore.server.store_server import hold_agent_lock
 from peerstore.settings import AgentPaths
 from peerstore.shard_records import StoreStatus
-from peerstore.sizes_and_durations import show_size
+from peerstore.sizes_and_durations import show_count, show_size
 from peerstore.store.arena import TmpfsArena
 from peerstore.store.slot_metadata import EXPIRED_JOB_METADATA
 from peerstore.transport.unix import connect_to_agent
 from tieredckpt.agent.local_agents import agent_directories
-from tieredckpt.cli.command_output import CommandOutput, format_age, literal, pluralized, text_table
+from tieredckpt.cli.command_output import CommandOutput, format_age, literal, text_table
 from tieredckpt.cli.common_options import confirm_deletion, output_options, pass_output, with_exit_code_help
 from tieredckpt.cli.exit_codes import CommandError, ExitCode
 from tieredckpt.cli.help_format import SuggestingGroup, with_help_format
@@ -282,7 +282,7 @@ def stop_agent_command(
     _require_running(found, force=force)
     paths = AgentPaths(found.directory, explicit=True)
     if discard and not yes:
-        jobs = f"{pluralized(len(found.jobs), 'job')} ({', '.join(map(repr, sorted(found.jobs)))})"
+        jobs = f"{show_count(len(found.jobs), 'job')} ({', '.join(map(repr, sorted(found.jobs)))})"
         confirm_deletion(screen, f"delete the checkpoints of {jobs} from the memory of the agent in {paths.directory}?")
     stop_agent(paths, timeout_s=_STOP_S)
     discarded = _discard_memory(paths) if discard else 0

@@ -173,11 +173,6 @@ def iso_time(ns: int) -> str | None:
     return dt.datetime.fromtimestamp(ns / 1e9, dt.timezone.utc).isoformat(timespec="milliseconds")
 
 
-def pluralized(number: int, word: str) -> str:
-    """Return the number with its noun: ``1 tensor``, ``2 tensors``."""
-    return f"{number} {word}" + ("" if number == 1 else "s")
-
-
 def format_ranges(parts: Sequence[int]) -> str:
     """Return numbers as ranges: ``0-3,7`` for 0, 1, 2, 3, 7."""
     runs: list[list[int]] = []

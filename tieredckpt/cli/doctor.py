@@ -316,7 +316,7 @@ def _about_running(agent: NodeAgentClient, paths: AgentPaths) -> _AgentReport:
                 found.append(check_failed("drain", what, f"see {paths.log}"))
     memory_only = sorted(job for job, durable in tiers.items() if not durable.url)
     if memory_only and checked:
-        text = f"none for job {' and job '.join(memory_only)}: lost with this node's memory"
+        text = f"none for {', '.join(f'job {job}' for job in memory_only)}: lost with this node's memory"
         found.append(check_warning("durable tier", text, "set durable.url"))
     return _AgentReport(found, tiers, checked, usable)
 

@@ -12,8 +12,8 @@ import click
 from rich.console import Console
 
 from peerstore.shard_records import VersionId
-from peerstore.sizes_and_durations import parse_size, show_seconds, show_size
-from tieredckpt.cli.command_output import AdvanceProgress, CommandOutput, literal, pluralized
+from peerstore.sizes_and_durations import parse_size, show_count, show_seconds, show_size
+from tieredckpt.cli.command_output import AdvanceProgress, CommandOutput, literal
 from tieredckpt.cli.common_options import pass_output, settings_from_options, tier_options, with_exit_code_help
 from tieredckpt.cli.exit_codes import ExitCode
 from tieredckpt.cli.tier_client import TierClient, describe_other_branches, open_tier_client
@@ -182,15 +182,15 @@ def _size(source: StepSource, name: str) -> int:
 
 def _show(out: Console, value: dict[str, Any]) -> None:
     read = " and ".join(f"{show_size(size)} from {tier}" for tier, size in value["read_bytes"].items()) or "nothing"
-    files = pluralized(value["files"], "file")
+    files = show_count(value["files"], "file")
     if value["format"] == "directory":
         out.print(
             f"{literal(value['job'])}/step-{value['step']}: {files} ({show_size(value['size_bytes'])}) at "
             f"{literal(value['destination'])}, read {read} in {show_seconds(value['seconds'])}"
         )
         return
-    what = pluralized(value["tensors"], "tensor") + (
-        f" and {pluralized(value['objects'], 'object')}" if value["objects"] else ""
+    what = show_count(value["tensors"], "tensor") + (
+        f" and {show_count(value['objects'], 'object')}" if value["objects"] else ""
     )
     out.print(
         f"{literal(value['job'])}/step-{value['step']}: {what} ({show_size(value['size_bytes'])}) in {files} at "

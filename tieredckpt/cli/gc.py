@@ -11,7 +11,7 @@ import click
 from rich.console import Console
 
 from peerstore.shard_records import VersionId
-from peerstore.sizes_and_durations import show_size
+from peerstore.sizes_and_durations import show_count, show_size
 from tieredckpt.agent.durable_catalog import (
     DurableCatalog,
     OrphanedStep,
@@ -22,7 +22,7 @@ from tieredckpt.agent.durable_catalog import (
 )
 from tieredckpt.agent.retention import expired_steps
 from tieredckpt.agent.shard_uploads import journaled_uploads
-from tieredckpt.cli.command_output import CommandOutput, format_age, literal, pluralized, text_table
+from tieredckpt.cli.command_output import CommandOutput, format_age, literal, text_table
 from tieredckpt.cli.common_options import pass_output, settings_from_options, tier_options, with_exit_code_help
 from tieredckpt.cli.exit_codes import ExitCode
 from tieredckpt.cli.tier_client import TierClient, open_tier_client, require_agent
@@ -107,7 +107,7 @@ def gc_command(
         )
         uploads = 0
         if not dry_run:
-            with screen.progress_bar(f"deleting {pluralized(len(expired), 'step')}", sum(sizes)) as advance:
+            with screen.progress_bar(f"deleting {show_count(len(expired), 'step')}", sum(sizes)) as advance:
                 for group, size in zip(expired, sizes, strict=True):
                     delete_step(catalog, location.job, group)
                     advance(size)
@@ -148,7 +148,7 @@ def _drop_unrecognized(screen: CommandOutput, client: TierClient, job: str, *, d
         "dropped": [{"name": one.name, "size_bytes": one.size_bytes, "reason": one.reason} for one in found],
     }
     size = show_size(sum(one.size_bytes for one in found))
-    text = f"{pluralized(len(found), 'slot')} with {size} {'would be' if dry_run else 'were'} dropped"
+    text = f"{show_count(len(found), 'slot')} with {size} {'would be' if dry_run else 'were'} dropped"
     screen.result(value, lambda out: out.print(text))
     return ExitCode.OK
 
@@ -228,15 +228,15 @@ def _show(out: Console, value: dict[str, Any]) -> None:
     policy += f" and those divisible by {value['keep_every']}" if value["keep_every"] else ""
     verb = "would be deleted" if value["dry_run"] else "deleted"
     out.print(
-        f"{pluralized(len(deleted), 'step')} {verb} from {literal(value['durable'])} "
+        f"{show_count(len(deleted), 'step')} {verb} from {literal(value['durable'])} "
         f"({show_size(value['deleted_bytes'])}), "
         f"{len(value['kept'])} kept: {policy}"
     )
     orphans: Sequence[dict[str, Any]] = value["without_manifest"]
     if orphans:
-        out.print(f"shards of {pluralized(len(orphans), 'step')} without a manifest:")
+        out.print(f"shards of {show_count(len(orphans), 'step')} without a manifest:")
         for one in orphans:
             verdict = "stays" if not one["deleted"] else "would be deleted" if value["dry_run"] else "deleted"
             out.print(f"  step {one['step']}, {show_size(one['size_bytes'])}: {verdict} ({literal(one['reason'])})")
     if value["discarded_uploads"]:
-        out.print(f"{pluralized(value['discarded_uploads'], 'unfinished upload')} discarded")
+        out.print(f"{show_count(value['discarded_uploads'], 'unfinished upload')} discarded")

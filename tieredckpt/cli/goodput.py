@@ -19,9 +19,10 @@ from rich.live import Live
 from rich.text import Text
 
 from peerstore.optional_packages import optional_imports
+from peerstore.sizes_and_durations import show_count
 from tieredckpt.agent.agent_api import ProtectionStatus
 from tieredckpt.agent.job_health import describe_protection
-from tieredckpt.cli.command_output import CommandOutput, format_age, literal, pluralized, text_table
+from tieredckpt.cli.command_output import CommandOutput, format_age, literal, text_table
 from tieredckpt.cli.common_options import output_options, pass_output, with_exit_code_help
 from tieredckpt.cli.exit_codes import ExitCode
 from tieredckpt.errors import UsageError
@@ -111,12 +112,12 @@ def summary_lines(found: GoodputAnalysis) -> Iterator[RenderableType]:
     name, total_s = literal(found.job or "job"), found.wall.total / 1e6
     how = "is running or was killed" if found.is_running else found.runs[-1].how
     began = dt.datetime.fromtimestamp(found.start_us / 1e6, dt.timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC")
-    sizes = f"{pluralized(found.worlds, 'world')}, at most {pluralized(found.ranks, 'rank')}"
-    runs = f", {pluralized(len(found.runs), 'run')}" if len(found.runs) > 1 else ""
+    sizes = f"{show_count(found.worlds, 'world')}, at most {show_count(found.ranks, 'rank')}"
+    runs = f", {show_count(len(found.runs), 'run')}" if len(found.runs) > 1 else ""
     yield Text.from_markup(f"[bold]{name}[/] {how}; {format_seconds(total_s)} since {began}{runs}, {sizes}")
     yield Text(
         f"goodput {format_share(found.goodput)} of the capacity, ETTR {format_share(found.ettr)} of the time: "
-        f"{pluralized(found.steps_counted, 'step')} that count, {found.steps_lost} lost"
+        f"{show_count(found.steps_counted, 'step')} that count, {found.steps_lost} lost"
     )
     each = f"{format_seconds(found.step_s.p50_s)} a step (p50), {format_seconds(found.step_s.p99_s)} (p99)"
     saves = f"a save blocks {format_seconds(found.save_s.p50_s)} (p50), {format_seconds(found.save_s.p99_s)} (p99)"
@@ -130,7 +131,7 @@ def summary_lines(found: GoodputAnalysis) -> Iterator[RenderableType]:
         yield Text(f"{' and '.join(rate)}, counting steps that count and all of the time")
     if found.mtbf_s is not None:
         mean = "none was recovered from" if found.mttr_s is None else f"MTTR {format_seconds(found.mttr_s)}"
-        yield Text(f"{pluralized(found.faults, 'fault')}: {mean}, MTBF {format_seconds(found.mtbf_s)}")
+        yield Text(f"{show_count(found.faults, 'fault')}: {mean}, MTBF {format_seconds(found.mtbf_s)}")
     if found.protected_step is not None:
         yield _protection(found, found.protected_step)
 
@@ -296,7 +297,7 @@ class _SentTraces:
         self._failed = not self._exporter.send(one for one in job_traces(events) if one.end_us <= until_us)
 
     def report(self) -> ExitCode:
-        self._screen.info(f"sent {pluralized(self._exporter.sent_spans, 'span')}")
+        self._screen.info(f"sent {show_count(self._exporter.sent_spans, 'span')}")
         if self._failed:
             self._screen.info("some spans were not sent: check $OTEL_EXPORTER_OTLP_ENDPOINT")
         return ExitCode.FAILED if self._failed else ExitCode.OK

@@ -10,8 +10,8 @@ from typing import Any
 import click
 from rich.console import Console
 
-from peerstore.sizes_and_durations import show_size
-from tieredckpt.cli.command_output import CommandOutput, format_ranges, iso_time, literal, pluralized, text_table
+from peerstore.sizes_and_durations import show_count, show_size
+from tieredckpt.cli.command_output import CommandOutput, format_ranges, iso_time, literal, text_table
 from tieredckpt.cli.common_options import pass_output, settings_from_options, tier_options, with_exit_code_help
 from tieredckpt.cli.exit_codes import ExitCode
 from tieredckpt.cli.tier_client import describe_other_branches, open_tier_client
@@ -138,7 +138,7 @@ def _show(out: Console, value: dict[str, Any], *, pieces: bool) -> None:
     out.print(
         f"[bold]{literal(value['job'])}/step-{value['step']}[/]  epoch {value['epoch']}, incarnation "
         f"{value['incarnation']}, saved {value['saved']}, {show_size(value['size_bytes'])} in "
-        f"{pluralized(value['parts'], 'part')}"
+        f"{show_count(value['parts'], 'part')}"
     )
     if value["quarantined"]:
         out.print(f"[red]quarantined:[/] {literal(value['quarantined'])}")
@@ -165,7 +165,7 @@ def _show(out: Console, value: dict[str, Any], *, pieces: bool) -> None:
         rows = [[literal(one["name"]), show_size(one["size_bytes"]), format_ranges(one["parts"])] for one in objects]
         out.print(text_table(["OBJECT", "SIZE", "PARTS"], rows, right=("SIZE",)))
     total = sum(one["size_bytes"] for one in tensors)
-    out.print(f"\n{pluralized(len(tensors), 'tensor')} with {show_size(total)}, {pluralized(len(objects), 'object')}")
+    out.print(f"\n{show_count(len(tensors), 'tensor')} with {show_size(total)}, {show_count(len(objects), 'object')}")
 
 
 def _rows(tensors: Sequence[dict[str, Any]]) -> list[list[str]]:

@@ -10,9 +10,9 @@ import click
 from rich.console import Console
 
 from peerstore.shard_records import VersionId
-from peerstore.sizes_and_durations import show_size
+from peerstore.sizes_and_durations import show_count, show_size
 from tieredckpt.agent.durable_catalog import DurableCatalog, manifest_from_shard_files
-from tieredckpt.cli.command_output import CommandOutput, literal, pluralized
+from tieredckpt.cli.command_output import CommandOutput, literal
 from tieredckpt.cli.common_options import (
     parse_step_target,
     pass_output,
@@ -125,7 +125,7 @@ def _check_bytes(screen: CommandOutput, catalog: DurableCatalog, manifest: Manif
             except ObjectNotFoundError as error:
                 raise CheckpointDamagedError(f"{shard.key}: {error}") from error
             if bad:
-                raise CheckpointDamagedError(f"{shard.key}: {pluralized(len(bad), 'chunk')} of {shard.object} differ")
+                raise CheckpointDamagedError(f"{shard.key}: {show_count(len(bad), 'chunk')} of {shard.object} differ")
 
 
 def _base(manifest: Manifest) -> int | None:
@@ -144,6 +144,6 @@ def _replace(catalog: DurableCatalog, manifest: Manifest) -> None:
 def _show(out: Console, location: Location, value: dict[str, Any]) -> None:
     done = "can be rebuilt from" if value["dry_run"] else "was rebuilt from"
     out.print(
-        f"{literal(str(location))} {done} {pluralized(value['found'], 'shard')} ({show_size(value['size_bytes'])}, all "
+        f"{literal(str(location))} {done} {show_count(value['found'], 'shard')} ({show_size(value['size_bytes'])}, all "
         f"verified): {literal(value['manifest'])}"
     )

@@ -9,10 +9,10 @@ from typing import Any
 
 import click
 
-from peerstore.sizes_and_durations import show_size
+from peerstore.sizes_and_durations import show_count, show_size
 from tieredckpt.agent.durable_catalog import delete_step
 from tieredckpt.agent.retention import require_no_revival
-from tieredckpt.cli.command_output import CommandOutput, literal, pluralized
+from tieredckpt.cli.command_output import CommandOutput, literal
 from tieredckpt.cli.common_options import (
     confirm_deletion,
     parse_job_and_step,
@@ -146,11 +146,11 @@ class Deletion:
         what, steps = str(self.location), sorted({*self.steps, *self.plain})
         if self.location.step is None:
             every = "" if self.pinned else "all "
-            what = f"{every}{pluralized(len(steps), 'step')} of job {self.location.job!r} ({_span(steps)})"
+            what = f"{every}{show_count(len(steps), 'step')} of job {self.location.job!r} ({_span(steps)})"
             if self.plain and not self.views:
                 what += ", all plain checkpoints,"
             elif self.plain:
-                what += f" with {pluralized(len(self.plain), 'plain checkpoint')} ({_span(self.plain)})"
+                what += f" with {show_count(len(self.plain), 'plain checkpoint')} ({_span(self.plain)})"
         elif self.plain:
             what = f"{what} with its plain checkpoint" if self.views else f"the plain checkpoint {what}"
         places = " and ".join(f"{tier} ({show_size(size)})" for tier, size in sizes.items())

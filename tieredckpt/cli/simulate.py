@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 import click
 from rich.console import Console
 
-from tieredckpt.cli.command_output import CommandOutput, pluralized, print_fields, text_table
+from peerstore.sizes_and_durations import show_count
+from tieredckpt.cli.command_output import CommandOutput, print_fields, text_table
 from tieredckpt.cli.common_options import output_options, pass_output, with_exit_code_help
 from tieredckpt.cli.exit_codes import ExitCode
 from tieredckpt.errors import UsageError
@@ -269,7 +270,7 @@ def print_simulation(
 
 def _show_asked(out: Console, asked: SimulateOptions, forecast: GoodputForecast) -> None:
     nodes, scheme = forecast.nodes, forecast.scheme
-    size = f"{asked.gpus:,} GPUs on {pluralized(nodes.count, 'node')}" if asked.gpus else "a job"
+    size = f"{asked.gpus:,} GPUs on {show_count(nodes.count, 'node')}" if asked.gpus else "a job"
     out.print(f"[bold]{size}[/], a fault every {format_duration(nodes.mtbf_s)}, back after {_recoveries(scheme)}")
     if asked.recovery_by_stage:
         out.print(
@@ -277,7 +278,7 @@ def _show_asked(out: Console, asked: SimulateOptions, forecast: GoodputForecast)
         )
     if asked.measured is not None:
         out.print(f"  as {asked.event_log} has it: the mean of its {_recoveries_text(asked.measured.recoveries)}")
-    steps = f" ({pluralized(scheme.steps_per_interval, 'step')})" if scheme.steps_per_interval else ""
+    steps = f" ({show_count(scheme.steps_per_interval, 'step')})" if scheme.steps_per_interval else ""
     out.print(
         f"saves every {format_duration(scheme.interval_s)}{steps}, each holds training up for "
         f"{format_duration(scheme.stall_s)}"
@@ -292,7 +293,7 @@ def _show_asked(out: Console, asked: SimulateOptions, forecast: GoodputForecast)
             if nodes.min_nodes < nodes.count
             else "without a spare the job waits"
         )
-        out.print(f"{away}; {pluralized(nodes.spares, 'spare')}, {lack}")
+        out.print(f"{away}; {show_count(nodes.spares, 'spare')}, {lack}")
 
 
 def _recoveries_text(number: int) -> str:
@@ -319,7 +320,7 @@ def _show_goodput(out: Console, asked: SimulateOptions, forecast: GoodputForecas
         lines.append(("goodput", f"[bold]{_percent(forecast.closed_form)}[/] by the closed form; {why}"))
     else:
         low, high = simulated.percentiles(0.05, 0.95)
-        within = f"± {100 * forecast.confidence_95:.2g} (95 %, {pluralized(asked.runs, 'run')})"
+        within = f"± {100 * forecast.confidence_95:.2g} (95 %, {show_count(asked.runs, 'run')})"
         lines.append(("goodput", f"[bold]{_percent(simulated.goodput)}[/] {within}"))
         lines.append(("single runs", f"{_percent(low)} to {_percent(high)} (nine in ten)"))
         lines.append(("closed form", f"{_percent(forecast.closed_form)}, {_agreement(forecast)}"))

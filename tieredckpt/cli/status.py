@@ -12,7 +12,7 @@ import msgspec
 from rich.console import Console
 
 from peerstore.shard_records import ArenaStatus, JobStatus, StoreStatus
-from peerstore.sizes_and_durations import show_size
+from peerstore.sizes_and_durations import show_count, show_size
 from tieredckpt.agent.agent_api import ClusterStatus
 from tieredckpt.agent.agent_client import NodeAgentClient
 from tieredckpt.cli.cluster_tables import (
@@ -25,7 +25,7 @@ from tieredckpt.cli.cluster_tables import (
     steps_to_show,
     unreachable_lines,
 )
-from tieredckpt.cli.command_output import CommandOutput, format_age, literal, pluralized, text_table
+from tieredckpt.cli.command_output import CommandOutput, format_age, literal, text_table
 from tieredckpt.cli.common_options import ANY_JOB, pass_output, settings_from_options, tier_options, with_exit_code_help
 from tieredckpt.cli.exit_codes import ExitCode
 from tieredckpt.cli.tier_client import TierClient, open_tier_client, require_agent, resolve_job_name
@@ -92,7 +92,7 @@ def _show_cluster(out: Console, view: ClusterStatus, survey: StepInventory, step
     for line in step_warnings(view, shown):
         out.print(line)
     if hidden:
-        out.print(f"{pluralized(hidden, 'older step')} in the durable tier: tieredckpt ls {literal(view.job)}")
+        out.print(f"{show_count(hidden, 'older step')} in the durable tier: tieredckpt ls {literal(view.job)}")
     if Tier.DURABLE in survey.unreachable:
         out.print(f"[yellow]durable tier unavailable:[/] {literal(survey.unreachable[Tier.DURABLE])}")
 
@@ -167,10 +167,10 @@ def _show_node(
     out.print(f"[bold]agent[/]   {literal(str(agent.place.directory))}")
     out.print(
         f"[bold]memory[/]  {show_size(arena.allocated_bytes)} of {show_size(arena.budget_bytes)} in "
-        f"{pluralized(arena.slots, 'slot')}{free}; {show_size(arena.sealed_bytes)} sealed"
+        f"{show_count(arena.slots, 'slot')}{free}; {show_size(arena.sealed_bytes)} sealed"
     )
     if state.verifying:
-        out.print(f"[yellow]{pluralized(state.verifying, 'shard')} of a killed agent still to be verified[/]")
+        out.print(f"[yellow]{show_count(state.verifying, 'shard')} of a killed agent still to be verified[/]")
     out.print()
     if not rows:
         out.print("no jobs")

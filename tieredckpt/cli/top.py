@@ -23,7 +23,7 @@ from rich.text import Text
 
 from peerstore.errors import PeerStoreError
 from peerstore.shard_records import StoreStatus, VersionId
-from peerstore.sizes_and_durations import show_seconds, show_size
+from peerstore.sizes_and_durations import show_count, show_seconds, show_size
 from tieredckpt.agent.agent_api import ClusterNode, ClusterStatus, DrainStatus
 from tieredckpt.agent.agent_client import NodeAgentClient
 from tieredckpt.cli.cluster_tables import (
@@ -37,7 +37,7 @@ from tieredckpt.cli.cluster_tables import (
     unreachable_lines,
     upload_percent,
 )
-from tieredckpt.cli.command_output import CommandOutput, iso_time, literal, pluralized
+from tieredckpt.cli.command_output import CommandOutput, iso_time, literal
 from tieredckpt.cli.common_options import ANY_JOB, pass_output, settings_from_options, tier_options, with_exit_code_help
 from tieredckpt.cli.exit_codes import ExitCode
 from tieredckpt.cli.tier_client import open_tier_client, require_agent, resolve_job_name
@@ -155,7 +155,7 @@ def render_sample(seen: ClusterSample, before: Sequence[TrafficCounters], height
     nodes = unhealthy_first(view.nodes)[:room]
     parts: list[RenderableType] = [_head(seen, steps), Text(), nodes_table(view, nodes)]
     if len(nodes) < len(view.nodes):
-        parts.append(Text(f"and {pluralized(len(view.nodes) - len(nodes), 'more node')}", style="dim"))
+        parts.append(Text(f"and {show_count(len(view.nodes) - len(nodes), 'more node')}", style="dim"))
     parts += [Text(), steps_table(view, seen.survey, shown, seen.at_ns) if shown else Text("no steps are saved yet")]
     parts += [Text.from_markup(line) for line in notes]
     parts += [Text(), _traffic(seen, traffic_rates(before, seen.counters), drains)]
@@ -180,9 +180,9 @@ def _head(seen: ClusterSample, steps: Sequence[StepRedundancy]) -> Text:
         replicated = newest_replicated(view)
         newer = count_steps_behind(view, steps)
         text = f"replicated step {replicated.version}" if replicated is not None else "no step is replicated yet"
-        text += f", {pluralized(newer, 'newer one')} not yet" if newer else ""
+        text += f", {show_count(newer, 'newer one')} not yet" if newer else ""
         few = count_missing_copies(steps)
-        weak = f"[yellow]{pluralized(few, 'part')} with too few copies[/]" if few else "no copies lacking"
+        weak = f"[yellow]{show_count(few, 'part')} with too few copies[/]" if few else "no copies lacking"
         most = "up to " if unknown_nodes(view) and few else ""  # a node that did not answer may have them
         lines.append(f"{text}   {most}{weak}")
     return Text.from_markup("\n".join(lines))

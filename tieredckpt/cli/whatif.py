@@ -11,17 +11,10 @@ from rich.console import Console
 
 from peerstore.errors import PeerStoreError
 from peerstore.shard_records import VersionId
+from peerstore.sizes_and_durations import show_count
 from tieredckpt.agent.agent_api import ClusterStatus
 from tieredckpt.agent.agent_client import NodeAgentClient
-from tieredckpt.cli.command_output import (
-    CommandOutput,
-    format_age,
-    format_ranges,
-    literal,
-    pluralized,
-    print_fields,
-    text_table,
-)
+from tieredckpt.cli.command_output import CommandOutput, format_age, format_ranges, literal, print_fields, text_table
 from tieredckpt.cli.common_options import ANY_JOB, pass_output, settings_from_options, tier_options, with_exit_code_help
 from tieredckpt.cli.exit_codes import ExitCode, worst_exit_code
 from tieredckpt.cli.tier_client import TierClient, open_tier_client, require_agent, resolve_job_name
@@ -225,7 +218,7 @@ def _read_lines(reads: Sequence[ReadSource]) -> list[tuple[str, str]]:
         where = f"memory of {_names(one.nodes, 'or')}" if one.nodes else "durable tier"
         lines.append(("read from" if not number else "", f"{_parts(one.parts):<{width}}  {literal(where)}"))
     if len(reads) > _READS_SHOWN:
-        lines.append(("", f"and {pluralized(len(reads) - _READS_SHOWN, 'more group')} of parts; --json has all"))
+        lines.append(("", f"and {show_count(len(reads) - _READS_SHOWN, 'more group')} of parts; --json has all"))
     return lines
 
 
@@ -248,7 +241,7 @@ def _lost(outcome: LossOutcome) -> str:
     if back <= 0:  # without a lost step, an older branch is current again
         return f"the newest attempt, at step {outcome.step_before_loss}: an older one is left"
     span = f", {format_age(outcome.lost_s)} of training" if outcome.lost_s and outcome.lost_s >= 1 else ""
-    return f"{pluralized(back, 'step')}{span}: from {outcome.step_before_loss} back to {outcome.step}"
+    return f"{show_count(back, 'step')}{span}: from {outcome.step_before_loss} back to {outcome.step}"
 
 
 def _lost_step_line(one: LostStep) -> str:

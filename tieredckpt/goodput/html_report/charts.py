@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from peerstore.sizes_and_durations import show_count
 from tieredckpt.goodput.analysis_result import (
     Analysis,
     FaultRecord,
@@ -24,7 +25,6 @@ from tieredckpt.goodput.html_report.elements import (
     TimeBins,
     axis_time_text,
     color_legend,
-    count_text,
     display_kind,
     downsampled,
     duration_text,
@@ -149,7 +149,7 @@ def fault_marks(one: PlotFrame, analysis: Analysis) -> list[Markup]:
             f"M{svg_number(x)} "
             f"{svg_number(one.top - 1 - tall)}h{svg_number(width - 1)}v{svg_number(tall)}h-{svg_number(width - 1)}z"
         )
-        parts.append(element("path", element("title", count_text(there, "fault")), d=box, class_="mark"))
+        parts.append(element("path", element("title", show_count(there, "fault")), d=box, class_="mark"))
     return parts
 
 
@@ -222,7 +222,7 @@ def _unprotected(one: Analysis, box: PlotFrame) -> list[Markup]:
         start, end = (max(0.0, (at - one.start_us) / 1e6) for at in (part.start_us, part.end_us))
         first, last = box.x(start), box.x(end)
         newer = f"newer than step {part.step:,}" if part.step >= 0 else "at all"
-        missed = f", {count_text(part.left_out, 'save')} skipped or failed" if part.left_out else ""
+        missed = f", {show_count(part.left_out, 'save')} skipped or failed" if part.left_out else ""
         words = f"{run_time_text(start)}  nothing {newer} was protected for {duration_text(end - start)}{missed}"
         if part.lasts:
             words += "; no end was recorded"
@@ -255,7 +255,7 @@ def _timeline_pieces(one: Analysis, merged: Sequence[tuple[int, int, str, int]],
         wide = max(last - first, 0.0 if kind in ("productive", "save") else 1.0)
         words = (
             f"{DISPLAY_KINDS[kind].words}: {duration_text((end - start) / 1e6)}, "
-            f"{count_text(ranks or one.ranks, 'rank')}"
+            f"{show_count(ranks or one.ranks, 'rank')}"
         )
         title = element("title", f"{run_time_text((start - one.start_us) / 1e6)}  {words}")
         tall = box.bottom - top
@@ -338,7 +338,7 @@ def loss_section(one: Analysis) -> Markup:
         words = _not_finite(bad) if bad else "No loss was reported. Call world.report(loss=...) in the script"
         return report_section("loss", "Loss", note=f"{words}.")
     undone = sum(not step.counts for step in reported)
-    note = f"{count_text(len(reported), 'step')} reported a loss"
+    note = f"{show_count(len(reported), 'step')} reported a loss"
     if undone:
         note += f"; {undone:,} of them {'was' if undone == 1 else 'were'} undone by a fault (in yellow)"
     if bad:
@@ -364,7 +364,7 @@ def _not_finite(bad: Sequence[StepRecord]) -> str:
     kinds = ", ".join(sorted({step.not_finite for step in bad}))
     numbers = sorted({step.step for step in bad})
     which = f"step {numbers[0]}" if len(numbers) == 1 else f"steps {numbers[0]} to {numbers[-1]}"
-    return f"{count_text(len(bad), 'step')} had a loss that is not finite ({kinds}; {which})"
+    return f"{show_count(len(bad), 'step')} had a loss that is not finite ({kinds}; {which})"
 
 
 def _over_steps(reported: Sequence[StepRecord], bad: Sequence[StepRecord]) -> Markup:

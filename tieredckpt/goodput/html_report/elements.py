@@ -114,7 +114,6 @@ def html_table(head: Iterable[str], body: Iterable[Iterable[MarkupPart]], *, rig
     return element("div", element("table", element("thead", top), element("tbody", lines)), class_="wide")
 
 
-_BYTES = ("KiB", "MiB", "GiB", "TiB", "PiB")
 _SI_PREFIXES = ("k", "M", "G", "T", "P")
 _UNITS = ((86400, "d"), (3600, "h"), (60, "min"))
 
@@ -177,29 +176,16 @@ def utc_text(time_us: int) -> str:
     return dt.datetime.fromtimestamp(time_us // 1_000_000, dt.timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC")
 
 
-def bytes_text(number_bytes: float) -> str:
-    return f"{number_bytes:.0f} B" if number_bytes < 1024 else _scaled(number_bytes, 1024, _BYTES, ".1f")
-
-
 def si_text(value: float) -> str:
     """Return a number with an SI prefix: ``1.23 M``. Numbers below 10,000 have no prefix."""
     if not math.isfinite(value):
         return str(value)
     if abs(value) < 10_000:
         return f"{value:,.0f}" if value == int(value) or abs(value) >= 100 else f"{value:.3g}"
-    return _scaled(value, 1000, _SI_PREFIXES, ".3g")
-
-
-def _scaled(value: float, by: int, units: Sequence[str], form: str) -> str:
-    place = 0
-    value /= by
-    while abs(value) >= by - 0.5 and place < len(units) - 1:
-        value, place = value / by, place + 1
-    return f"{value:{form}} {units[place]}"
-
-
-def count_text(value: int, word: str) -> str:
-    return f"{value:,} {word}" + ("" if value == 1 else "s")
+    value, place = value / 1000, 0
+    while abs(value) >= 999.5 and place < len(_SI_PREFIXES) - 1:
+        value, place = value / 1000, place + 1
+    return f"{value:.3g} {_SI_PREFIXES[place]}"
 
 
 _ROUND_TIMES = (

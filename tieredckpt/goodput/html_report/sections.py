@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 
+from peerstore.sizes_and_durations import show_count, show_size
 from tieredckpt.goodput.analysis_result import Analysis, FaultRecord, TimeCategory, TransitionRecord
 from tieredckpt.goodput.html_report import charts
 from tieredckpt.goodput.html_report.charts import describe_transition, fault_location
@@ -15,9 +16,7 @@ from tieredckpt.goodput.html_report.elements import (
     LinearScale,
     Markup,
     MarkupPart,
-    bytes_text,
     color_legend,
-    count_text,
     data_value,
     downsampled,
     duration_text,
@@ -47,8 +46,8 @@ def report_header(one: Analysis) -> Markup:
         how = one.runs[-1].how
         state, colour = how, "state good" if how == "finished" else "state" if how == "stopped" else "state bad"
     began = f"{utc_text(one.start_us)}, for {duration_text((one.end_us - one.start_us) / 1e6)}"
-    worlds = f"{count_text(one.ranks, 'rank')} at most, {count_text(one.worlds, 'world')}"
-    runs = f", {count_text(len(one.runs), 'run')}" if len(one.runs) > 1 else ""
+    worlds = f"{show_count(one.ranks, 'rank')} at most, {show_count(one.worlds, 'world')}"
+    runs = f", {show_count(len(one.runs), 'run')}" if len(one.runs) > 1 else ""
     return element(
         "header",
         element("h1", one.job or "a job without a name"),
@@ -116,7 +115,7 @@ def _tiles(one: Analysis) -> list[tuple[str, str, MarkupPart, MarkupPart]]:
             tiles.append(("", name, data_value(si_text(value), value), each))
             break
     if one.save_s.count:
-        each = f"blocked, median of {count_text(one.save_s.count, 'save')}"
+        each = f"blocked, median of {show_count(one.save_s.count, 'save')}"
         tiles.append(("", "a save", data_value(duration_text(one.save_s.p50_s), one.save_s.p50_s), each))
     if one.protected_step is not None:
         tiles.append(_protected(one, one.protected_step))
@@ -127,7 +126,7 @@ def _protected(one: Analysis, step: int) -> tuple[str, str, MarkupPart, MarkupPa
     since_us, times = one.unprotected_since_us, len(one.unprotected)
     total_s = sum(part.end_us - part.start_us for part in one.unprotected) / 1e6
     more = (
-        f"unprotected {count_text(times, 'time')}, for {duration_text(total_s)}"
+        f"unprotected {show_count(times, 'time')}, for {duration_text(total_s)}"
         if times
         else "never unprotected for long"
     )
@@ -210,7 +209,7 @@ def recoveries_section(one: Analysis) -> Markup:
     if not transitions:
         return report_section("recoveries", title, note="No recovery was recorded.")
     resumed = [transition for transition in transitions if transition.resumed]
-    counted = count_text(len(transitions), "recovery").replace("recoverys", "recoveries")
+    counted = show_count(len(transitions), "recovery").replace("recoverys", "recoveries")
     note = f"{counted}, from the fault to the next step"
     if len(resumed) < len(transitions):
         note += f"; {len(transitions) - len(resumed):,} not resumed{' yet' if one.is_running else ''}"
@@ -329,7 +328,7 @@ def _bar(one: Analysis, label: str, transition: TransitionRecord, scale: LinearS
     if transition.seconds > scale.high:
         edges = f"M{svg_number(end - 9)} {svg_number(y + 1)}l5 {svg_number(_ROW - 3)}m4 0l-5 -{svg_number(_ROW - 3)}"
         parts.append(element("path", d=edges, stroke="var(--card)", stroke_width=2.5, fill="none"))
-    lost = f" · {count_text(transition.steps_lost, 'step')}" if transition.steps_lost else ""
+    lost = f" · {show_count(transition.steps_lost, 'step')}" if transition.steps_lost else ""
     ended = "" if transition.resumed else " so far" if one.is_running else " · not resumed"
     words = element("title", describe_transition(transition, one))
     parts.append(
@@ -442,11 +441,11 @@ def faults_section(one: Analysis) -> Markup:
     parts: list[MarkupPart] = []
     if len(pairs) > _BRIEF:
         parts.append(_by_kind(pairs))
-    shown, note = pairs, f"{count_text(len(pairs), 'fault')}, in order of time"
+    shown, note = pairs, f"{show_count(len(pairs), 'fault')}, in order of time"
     if len(pairs) > _SHOWN:
         costly = sorted(pairs, key=lambda pair: -pair[1].cost_s)[:_SHOWN]
         shown = sorted(costly, key=lambda pair: (pair[0].at_us, pair[0].noticed_us))
-        note = f"{count_text(len(pairs), 'fault')}; each of the {_SHOWN} that cost most is listed"
+        note = f"{show_count(len(pairs), 'fault')}; each of the {_SHOWN} that cost most is listed"
     table = html_table(
         ("at", "where", "what", "message", "result", "resumed after", "steps lost"),
         [_row(one, fault, transition, first=transition.faults[0] is fault) for fault, transition in shown],
@@ -454,7 +453,7 @@ def faults_section(one: Analysis) -> Markup:
     )
     many = len(shown) > _BRIEF
     parts.append(
-        element("details", element("summary", f"{count_text(len(shown), 'fault')} one by one"), table)
+        element("details", element("summary", f"{show_count(len(shown), 'fault')} one by one"), table)
         if many
         else table
     )
@@ -477,7 +476,7 @@ def _unnoticed(one: Analysis) -> Markup | None:
     ]
     head = ("at", "where", "what", "step", "message")
     table = html_table(head, body, right=("at", "step"))
-    return element("div", element("h3", f"{count_text(len(one.injections), 'injection')} that broke no world"), table)
+    return element("div", element("h3", f"{show_count(len(one.injections), 'injection')} that broke no world"), table)
 
 
 def _row(one: Analysis, fault: FaultRecord, transition: TransitionRecord, *, first: bool) -> tuple[MarkupPart, ...]:
@@ -500,7 +499,7 @@ def _row(one: Analysis, fault: FaultRecord, transition: TransitionRecord, *, fir
     change = (
         f"{transition.ranks} → {transition.next_ranks} ranks"
         if transition.ranks != transition.next_ranks
-        else count_text(transition.next_ranks, "rank")
+        else show_count(transition.next_ranks, "rank")
     )
     how: MarkupPart = (_HOW.get(transition.how, transition.how), element("div", change, class_="sub"))
     if not transition.resumed:
@@ -565,7 +564,7 @@ def saves_section(one: Analysis) -> Markup:
     blocked_us = one.wall.by.get(TimeCategory.SAVE.value, 0)
     share = percent_text(one.wall.share(TimeCategory.SAVE.value))
     note = (
-        f"{count_text(told.count, 'save')}, of all ranks; the training was blocked for "
+        f"{show_count(told.count, 'save')}, of all ranks; the training was blocked for "
         f"{duration_text(blocked_us / 1e6)} in all"
     )
     body = [
@@ -608,7 +607,7 @@ def restores_section(one: Analysis) -> Markup:
     total = sum(one.restores.values())
     if not total:
         return report_section("restores", "Restores", note="No restore was recorded.")
-    note = f"{count_text(total, 'restore')} by ranks that joined a world."
+    note = f"{show_count(total, 'restore')} by ranks that joined a world."
     modes = html_table(
         ("resumed from", "", "ranks"),
         [
@@ -634,7 +633,7 @@ def _tiers(one: Analysis) -> Markup | None:
             "span",
             element("i", class_=f"k f-{kinds[tier]}"),
             _TIERS.get(tier, tier),
-            element("b", data_value(f"{bytes_text(there)}, {percent_text(there / total)}", there)),
+            element("b", data_value(f"{show_size(there)}, {percent_text(there / total)}", there)),
         )
         for tier, there in tiers
     ]

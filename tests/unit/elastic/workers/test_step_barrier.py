@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from elastic.control.control_plane import ControlNotice, NoticeKind
 from elastic.errors import ControlPlaneUnavailableError
 from elastic.testing import InMemoryCoordinator
-from elastic.workers.step_barrier import BoundaryDecision, StepBarrier
+from elastic.workers.step_barrier import BoundaryDecision, NoticeWatcher, SignalRequest, StepBarrier
 from tests.support.control_planes import PATIENCE_S, start_all, wait_all_assigned, wait_results
 
 
@@ -178,3 +178,22 @@ def test_urgent_stop_keeps_its_target_step(two):
     assert gates[1].pass_boundary(3) is BoundaryDecision.CONTINUE
     assert gates[1].pass_boundary(4) is BoundaryDecision.PAUSE
     assert wait_results(first) == [BoundaryDecision.PAUSE]
+
+
+def test_repeated_request_is_logged_once_per_cause(two, caplog):
+    plane, _ = two
+    tried = threading.Semaphore(0)
+    failures = iter(["away"] * 5 + ["still away"] * 5)
+
+    def away(kind, reason, *, deadline_s=None):
+        tried.release()
+        if failure := next(failures, ""):
+            raise ControlPlaneUnavailableError(failure)
+
+    plane.planes[0].request_change = away
+    watch = NoticeWatcher(plane.planes[0], lambda _notice: None)
+    watch.enqueue(SignalRequest(NoticeKind.RESIZE, "SIGTERM"))
+    for _ in range(11):
+        assert tried.acquire(timeout=PATIENCE_S)
+    watch.close()
+    assert [record.getMessage().rpartition(": ")[2] for record in caplog.records] == ["away", "still away"]

@@ -290,7 +290,7 @@ def test_job_stops_below_the_minimum_with_its_reason():
     job.send_event(lost("b"))
     job.rank_ready("a")
     job.tick()
-    assert job.action_of(StopJob).reason == "b was lost: no heartbeat; 1 nodes are left, at least 2 are needed"
+    assert job.action_of(StopJob).reason == "b was lost: no heartbeat; 1 node is left, at least 2 are needed"
     assert (job.world.phase, job.world.next_tick_s) == (WorldPhase.STOPPED, None)
     assert job.send_event(NodeJoined("c", 1, 2)) == ()
 
@@ -582,10 +582,10 @@ def test_preemption_below_the_minimum_requests_nodes_and_seals_in_time():
     assert job.actions == (RequestNodes(1, "b preempted, too few are left"),)
     job.tick()
     assert job.action_of(PauseWorld) == PauseWorld(
-        0, "b preempted: 1 nodes are left, at least 2 are needed", 500, stop=True
+        0, "b preempted: 1 node is left, at least 2 are needed", 500, stop=True
     )
     job.step_sealed("a", "b")
-    assert job.action_of(StopJob).reason == "b preempted: 1 nodes are left, at least 2 are needed"
+    assert job.action_of(StopJob).reason == "b preempted: 1 node is left, at least 2 are needed"
     assert job.now_s == 440
 
 

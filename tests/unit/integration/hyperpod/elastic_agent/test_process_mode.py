@@ -118,7 +118,7 @@ def test_rank_without_a_stop_signal_fails(start):
 
 def test_preempted_pod_exits_without_an_agent_request(start):
     nodes = start(2)
-    nodes[1].plane.request_change(NoticeKind.RESIZE, "SIGTERM: this process is to go", deadline_s=20.0)
+    nodes[1].plane.request_change(NoticeKind.RESIZE, "SIGTERM: this process ends", deadline_s=20.0)
     sealed(nodes)
     nodes[0].asked.send()
     wait_results(start_all(lambda: leaves(nodes[0]), lambda: leaves(nodes[1])))
