@@ -99,7 +99,7 @@ def reject_local_tiered_folder() -> None:
         raise UsageError(
             f"there is a local folder {TIERED_SCHEME}: in {Path.cwd()}: some code (a framework, pathlib, os.path) "
             f"has used {TIERED_SCHEME}://... as a path. Move the folder away, and pass the URL as a string to code "
-            "that accepts URLs (docs/how-to/urls.md)"
+            "that accepts URLs (docs/tutorials/framework.md)"
         )
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[3]
-GUIDE = ROOT / "docs/how-to/urls.md"
+GUIDE = ROOT / "docs/how-to/migrate.md"
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +34,7 @@ def hooks():
     ],
 )
 def test_links_lead_to_pages_of_the_site(hooks, link, shown):
-    assert hooks.relink(link, GUIDE, "how-to/urls.md") == shown
+    assert hooks.relink(link, GUIDE, "how-to/migrate.md") == shown
 
 
 @pytest.mark.parametrize(
