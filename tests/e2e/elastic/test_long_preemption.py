@@ -1,4 +1,4 @@
-"""The run of docs/how-to/preemption.md: nodes are preempted and returned for minutes."""
+"""The run of docs/how-to/resizing.md: nodes are preempted and returned for minutes."""
 
 from __future__ import annotations
 
