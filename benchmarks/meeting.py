@@ -17,7 +17,7 @@ import torch.distributed as dist
 from benchmarks.parameters import Scene
 from benchmarks.rounds import Kind
 from elastic.rendezvous.rootless_tcpstore import RootlessStore
-from elastic.workers.process_groups import close_store_connections
+from elastic.workers.native_connections import close_store_connections
 from tests.support.store_servers import server_processes
 from tests.support.zygote import Zygote
 

@@ -78,7 +78,7 @@ class RankFaults:
     def _close_connections(self) -> None:
         """Close this rank's connections to other ranks and to their store: its node is partitioned."""
         from elastic.rendezvous.store_server_client import resolve_store
-        from elastic.workers.process_groups import close_gloo_connections, close_store_connections
+        from elastic.workers.native_connections import close_gloo_connections, close_store_connections
 
         found = close_gloo_connections()
         if "MASTER_PORT" in os.environ:

@@ -17,7 +17,7 @@ from elastic.errors import PolicyError
 from elastic.rendezvous.rootless_tcpstore import RootlessStore
 from elastic.rendezvous.store_server_client import StoreTimeouts
 from elastic.settings import abort_timeout_in, hang_limits_in, is_supervised, supervisor_endpoint
-from elastic.workers.process_groups import close_store_connections
+from elastic.workers.native_connections import close_store_connections
 from elastic.workers.store_control_plane import StoreControlPlane
 
 _RANK_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")

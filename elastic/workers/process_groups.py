@@ -1,9 +1,7 @@
 """Process groups of one epoch: initialization, abort from any thread, destruction.
 
 NCCL's groups can be aborted. Gloo's cannot: ``abort``, ``shutdown`` and ``destroy_process_group`` return at once, and
-the collective waits until its timeout (30 minutes). Gloo does notice the end of a connection, within milliseconds, so
-this module shuts its connections down. It finds them by the waiting thread: each gloo device has a thread named
-``gloo_tcp_loop`` in ``epoll_wait``, and the kernel lists the descriptors.
+the collective waits until its timeout (30 minutes). Gloo does notice the end of a connection, so this module ends them.
 
 A group's destructor waits for its threads: NCCL's watchdog, which sleeps after an error, and gloo's workers, which end
 with their collectives. The training thread must not run it. If DDP's reducer is the last owner, the destructor even
@@ -17,15 +15,11 @@ import contextlib
 import gc
 import logging
 import os
-import re
-import socket
-import stat
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -39,6 +33,7 @@ from elastic.rendezvous.call_watchdog import CallWatchdog
 from elastic.rendezvous.old_key_cleanup import OldKeyCleanup, epoch_prefix
 from elastic.rendezvous.rootless_tcpstore import RootlessStore
 from elastic.rendezvous.store_server_client import SocketAddress, resolve_store
+from elastic.workers.native_connections import abort_gloo_connections, close_store_connections
 from peerstore.errors import PeerStoreError
 from tieredckpt.nccl_environment import NcclRuleState, check_nccl_environment
 from tieredckpt.tensors.device import accelerator
@@ -219,7 +214,7 @@ class ProcessGroups:
         self._watchdog.expire_all()
         with self._lock:
             if self._open:
-                closed = close_gloo_connections() + self._close_store()
+                closed = abort_gloo_connections() + self._close_store()
                 if closed:
                     log.info("world %d was aborted, %d connections cut", self._assignment.epoch, closed)
 
@@ -326,142 +321,6 @@ def process_groups_for(
     if backend == "none":
         return UserProcessGroups(assignment.epoch)
     return ProcessGroups(assignment, backend=backend, timeout=timeout)
-
-
-_TASKS = Path("/proc/self/task")
-_LOOP = "gloo_tcp_loop"
-_TRIES = 50
-_WATCHED = re.compile(r"^tfd:\s*(\d+).*\bino:([0-9a-f]+)", re.MULTILINE)
-
-
-def close_gloo_connections() -> int:
-    """Shut down every connection of gloo and return their number.
-
-    Ranks that wait for one get an error, on both sides.
-    """
-    watched = [each for poll in _polls() for each in _watched(poll)]
-    return sum(_shut_down_socket(number, lambda one, inode=inode: _inode(one) == inode) for number, inode in watched)  # type: ignore[misc]
-
-
-def close_store_connections(addresses: Collection[SocketAddress]) -> int:
-    """Shut down this process's connections to a store at ``addresses``, and return their number.
-
-    The store's client would otherwise wait.
-    """
-    numbers = [int(entry.name) for entry in Path("/proc/self/fd").iterdir()]
-    return sum(_shut_down_socket(number, lambda one: _remote(one) in addresses) for number in numbers)
-
-
-def _polls() -> Iterator[int]:
-    """Yield the epoll descriptors of gloo's loops."""
-    loops = _tasks()
-    if not loops:
-        yield from _unnamed_polls()
-    for task in loops:
-        for _ in range(_TRIES):  # a loop that handles an event waits again soon
-            if (number := _poll_of(task)) is not None:
-                yield number
-                break
-            time.sleep(0.001)
-        else:
-            log.warning("a loop of gloo's was always busy; a collective that hangs there waits for its timeout")
-
-
-def _unnamed_polls() -> Iterator[int]:
-    """Yield the epoll descriptors of native threads without a name of their own.
-
-    Before torch 2.13 gloo's loops are among them: they inherit the name of the Python thread that created the group.
-    """
-    python = {str(thread.native_id) for thread in threading.enumerate()}
-    names = {task: _read(task / "comm").strip() for task in _thread_directories()}
-    inherited = {name for task, name in names.items() if task.name in python}
-    unseen = [task for task, name in names.items() if name in inherited and task.name not in python]
-    for attempt in range(_TRIES):
-        if attempt:
-            time.sleep(0.001)
-        busy = []
-        for task in unseen:
-            number = _poll_of(task)
-            if number is None:
-                busy.append(task)  # a busy loop, or a thread of another library
-            else:
-                yield number
-        unseen = busy
-        if not unseen:
-            return
-
-
-def _poll_of(task: Path) -> int | None:
-    """Return the epoll descriptor that the thread waits on; ``None`` if it does not wait."""
-    call = _read(task / "syscall").split()
-    return number if len(call) > 1 and call[0] != "-1" and _is_poll(number := int(call[1], 16)) else None
-
-
-def _thread_directories() -> list[Path]:
-    with contextlib.suppress(OSError):
-        return list(_TASKS.iterdir())
-    return []
-
-
-def _tasks() -> list[Path]:
-    return [task for task in _thread_directories() if _read(task / "comm").strip() == _LOOP]
-
-
-def _is_poll(number: int) -> bool:
-    """Return whether descriptor ``number`` is an epoll.
-
-    Other system calls of a loop have another first argument, or none.
-    """
-    with contextlib.suppress(OSError):
-        return str(Path(f"/proc/self/fd/{number}").readlink()) == "anon_inode:[eventpoll]"
-    return False
-
-
-def _watched(poll: int) -> list[tuple[int, int]]:
-    """Return the watched descriptors with the inodes of their sockets.
-
-    A descriptor number may be reused a moment later.
-    """
-    return [
-        (int(number), int(inode, 16)) for number, inode in _WATCHED.findall(_read(Path(f"/proc/self/fdinfo/{poll}")))
-    ]
-
-
-def _read(path: Path) -> str:
-    with contextlib.suppress(OSError):  # the thread or the descriptor no longer exists
-        return path.read_text()
-    return ""
-
-
-def _shut_down_socket(number: int, is_meant: Callable[[socket.socket], bool]) -> bool:
-    with contextlib.suppress(OSError), _borrowed(number) as one:
-        if is_meant(one) and not one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-            one.shutdown(socket.SHUT_RDWR)
-            return True
-    return False
-
-
-def _inode(one: socket.socket) -> int:
-    return os.fstat(one.fileno()).st_ino
-
-
-def _remote(one: socket.socket) -> SocketAddress | None:
-    if one.family not in (socket.AF_INET, socket.AF_INET6):
-        return None
-    name = one.getpeername()
-    return name[0].removeprefix("::ffff:"), name[1]
-
-
-@contextlib.contextmanager
-def _borrowed(number: int) -> Iterator[socket.socket]:
-    """Yield a socket for a descriptor that another object owns.
-
-    Closing the socket leaves that descriptor open.
-    """
-    if not stat.S_ISSOCK(os.fstat(number).st_mode):
-        raise OSError(f"descriptor {number} is not a socket")
-    with socket.socket(fileno=os.dup(number)) as one:
-        yield one
 
 
 _USUAL_S = 0.25

@@ -12,7 +12,7 @@ import pytest
 import torch.distributed as dist
 
 from elastic.rendezvous.rootless_tcpstore import RootlessStore
-from elastic.workers.process_groups import close_store_connections
+from elastic.workers.native_connections import close_store_connections
 from tests.support.control_planes import start_all, wait_results
 from tests.support.store_servers import RendezvousServer, server_processes
 from tests.support.zygote import Zygote

@@ -19,7 +19,8 @@ from elastic.rendezvous.old_key_cleanup import OldKeyCleanup, epoch_prefix, is_o
 from elastic.rendezvous.rootless_tcpstore import RootlessStore
 from elastic.rendezvous.store_server_client import StoreServerClient, StoreTimeouts
 from elastic.rendezvous.store_servers import key_holders
-from elastic.workers.process_groups import ProcessGroups, close_store_connections
+from elastic.workers.native_connections import close_store_connections
+from elastic.workers.process_groups import ProcessGroups
 from tests.support.control_planes import start_all, wait_results
 from tests.support.local_nodes import wait_until
 from tests.support.store_servers import RendezvousServer, server_processes
@@ -438,7 +439,7 @@ def test_process_exits_cleanly_during_a_cleanup(servers, ends):
 _SWEEPS = """
 import sys
 from elastic.rendezvous.old_key_cleanup import OldKeyCleanup
-from elastic.workers.process_groups import close_store_connections
+from elastic.workers.native_connections import close_store_connections
 sweep = OldKeyCleanup(sys.argv[1], 5, close_connections=close_store_connections)
 while not sweep.deleted and not sweep.join(0.001):
     pass

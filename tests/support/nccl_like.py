@@ -36,7 +36,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from elastic.workers.process_groups import close_gloo_connections
+from elastic.workers.native_connections import close_gloo_connections
 
 log = logging.getLogger(__name__)
 

@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 
 from elastic.errors import PolicyError
-from elastic.workers.process_groups import ProcessGroups, abort_groups, close_gloo_connections, disable_nccl_watchdog
+from elastic.workers.native_connections import close_gloo_connections
+from elastic.workers.process_groups import ProcessGroups, abort_groups, disable_nccl_watchdog
 from tests.support import nccl_like
 from tests.support.nccl_like import NcclLike
 

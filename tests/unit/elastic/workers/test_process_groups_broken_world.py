@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from elastic.control.control_plane import RankAssignment
-from elastic.workers import process_groups
+from elastic.workers import native_connections
 from elastic.workers.process_groups import ProcessGroups, parse_store_address
 from tests.support.control_planes import start_all
 from tests.support.local_nodes import wait_until
@@ -94,8 +94,8 @@ def is_connected(store) -> bool:
 
 
 def leads_to(number, remote) -> bool:
-    with contextlib.suppress(OSError), process_groups._borrowed(number) as one:
-        return process_groups._remote(one) == remote
+    with contextlib.suppress(OSError), native_connections._borrowed(number) as one:
+        return native_connections._remote(one) == remote
     return False
 
 

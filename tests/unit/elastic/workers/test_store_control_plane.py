@@ -25,7 +25,7 @@ from elastic.errors import (
 from elastic.rendezvous.rootless_tcpstore import RootlessStore
 from elastic.rendezvous.store_server_client import StoreTimeouts
 from elastic.workers.launch_environment import connect_store, detect_control_plane, single_process_control_plane
-from elastic.workers.process_groups import close_store_connections
+from elastic.workers.native_connections import close_store_connections
 from elastic.workers.store_control_plane import StoreControlPlane, pauses_s
 from tests.support.control_planes import PATIENCE_S, start_all, wait_all_assigned, wait_results, wanted_notice
 from tests.support.local_nodes import wait_until

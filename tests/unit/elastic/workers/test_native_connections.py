@@ -1,5 +1,6 @@
 """Connections are closed by descriptor, which another connection may reuse a moment later."""
 
+import contextlib
 import os
 import select
 import socket
@@ -12,8 +13,9 @@ import torch
 import torch.distributed as dist
 
 from elastic.control.control_plane import RankAssignment
-from elastic.workers import process_groups
-from elastic.workers.process_groups import ProcessGroups, close_gloo_connections, close_store_connections
+from elastic.workers import native_connections
+from elastic.workers.native_connections import abort_gloo_connections, close_gloo_connections, close_store_connections
+from elastic.workers.process_groups import ProcessGroups
 
 
 @pytest.fixture
@@ -60,9 +62,10 @@ def test_reused_descriptor_of_a_store_connection_is_not_closed(pair, stranger):
     assert works(stranger)
 
 
-def test_reused_descriptor_of_a_gloo_connection_is_not_closed(pair, stranger, monkeypatch):
+@pytest.mark.parametrize("end", [abort_gloo_connections, close_gloo_connections])
+def test_reused_descriptor_of_a_gloo_connection_is_not_closed(end, pair, stranger, monkeypatch):
     here, _ = pair
-    watched = process_groups._watched
+    watched = native_connections._watched
 
     def and_then_taken(poll):
         found = watched(poll)
@@ -71,19 +74,69 @@ def test_reused_descriptor_of_a_gloo_connection_is_not_closed(pair, stranger, mo
 
     with select.epoll() as poll:
         poll.register(here, select.EPOLLIN)
-        monkeypatch.setattr(process_groups, "_polls", lambda: [poll.fileno()])
-        monkeypatch.setattr(process_groups, "_watched", and_then_taken)
-        assert close_gloo_connections() == 0
+        monkeypatch.setattr(native_connections, "_polls", lambda: [poll.fileno()])
+        monkeypatch.setattr(native_connections, "_watched", and_then_taken)
+        assert end() == 0
     assert works(stranger)
 
 
 def test_polled_connections_are_cut(pair, stranger, monkeypatch):
     with select.epoll() as poll:
         poll.register(pair[0], select.EPOLLIN)
-        monkeypatch.setattr(process_groups, "_polls", lambda: [poll.fileno()])
+        monkeypatch.setattr(native_connections, "_polls", lambda: [poll.fileno()])
         assert close_gloo_connections() == 1
     assert not works(pair)
     assert works(stranger)
+
+
+def test_aborted_connection_ends_before_its_writes_fail(pair, stranger, monkeypatch):
+    here, there = pair
+    monkeypatch.setattr(native_connections, "_HELD_S", 0.0)
+    released = threading.Event()
+    monkeypatch.setattr(
+        native_connections, "_close_all", lambda held: (released.wait(60), [one.close() for one in held])
+    )
+    with select.epoll() as poll:
+        poll.register(here, select.EPOLLIN)
+        monkeypatch.setattr(native_connections, "_polls", lambda: [poll.fileno()])
+        assert abort_gloo_connections() == 1
+        assert poll.poll(60)
+    assert here.recv(1) == b""
+    assert works(pair)
+    here.close()  # as gloo does when it has read the end
+    there.sendall(b"x")
+    released.set()
+    there.settimeout(60)
+    with contextlib.suppress(ConnectionResetError):
+        assert there.recv(1) == b""
+    assert works(stranger)
+
+
+def test_no_collective_of_an_aborted_group_waits_for_its_timeout():
+    """Ranks that send one message after the other, so that aborts find sends in flight."""
+
+    def repeat(rank, store, ready, ended):
+        group = dist.ProcessGroupGloo(store, rank, 4, timedelta(seconds=20))
+        tensor = torch.ones(10_000)
+        group.allreduce([tensor]).wait()
+        ready.wait(60)
+        try:
+            while True:
+                group.allreduce([tensor]).wait()
+        except RuntimeError as error:
+            ended.append(str(error))
+
+    for _ in range(25):
+        store, ready, ended = dist.HashStore(), threading.Barrier(5), []
+        ranks = [threading.Thread(target=repeat, args=(rank, store, ready, ended)) for rank in range(4)]
+        for rank in ranks:
+            rank.start()
+        ready.wait(60)
+        assert abort_gloo_connections()
+        for rank in ranks:
+            rank.join()
+        assert len(ended) == 4
+        assert not [text for text in ended if "Timed out waiting" in text]
 
 
 @pytest.mark.parametrize("listens", [False, True], ids=["nothing listens", "the store is silent"])
@@ -134,7 +187,7 @@ def test_gloo_loop_in_another_call_is_not_taken_for_polling():
     thread.start()
     try:
         assert named.wait(60)
-        assert reading not in process_groups._polls()  # loops of earlier tests may still run here
+        assert reading not in native_connections._polls()  # loops of earlier tests may still run here
     finally:
         os.write(writing, b"x")
         thread.join()
@@ -170,9 +223,9 @@ def test_gloo_loops_without_a_name_are_cut_and_python_threads_are_not(python_pol
         rank.join()
     work = groups[0].allreduce([torch.ones(4)])
     own = Path(f"/proc/self/task/{os.getpid()}/comm").read_text()
-    for task in process_groups._tasks():
+    for task in native_connections._tasks():
         (task / "comm").write_text(own)
-    assert process_groups._tasks() == []
+    assert native_connections._tasks() == []
     assert close_gloo_connections()  # at least one end: the other loop sees it and closes its own
     with pytest.raises(RuntimeError):
         work.wait()
