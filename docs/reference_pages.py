@@ -1,4 +1,4 @@
-"""Pages generated from the code, such as settings, commands and errors."""
+"""Pages and parts of pages generated from the code, such as settings, commands and errors."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from peerstore.rpc import Method
 ROOT = Path(__file__).resolve().parent.parent
 REFERENCE = ROOT / "docs/reference"
 GENERATED = "This page is generated from the code: `make docs ARGS=--write`."
+BEGIN, END = "<!-- make docs ARGS=--write: begin -->", "<!-- make docs ARGS=--write: end -->"
 METRIC_MODULES = ("tieredckpt/agent/agent_http.py", "integration/sagemaker/memory_service/http_frontend.py")
 GOODPUT_MODULE = "tieredckpt/cli/goodput.py"
 
@@ -27,11 +28,20 @@ def generated_pages() -> dict[Path, str]:
     """Return the text of each generated page."""
     return {
         REFERENCE / "settings.md": settings_page(),
-        REFERENCE / "commands.md": commands_page(),
+        REFERENCE / "cli.md": with_part(REFERENCE / "cli.md", commands_part()),
         REFERENCE / "errors.md": errors_page(),
         REFERENCE / "metrics.md": metrics_page(),
         REFERENCE / "agent-operations.md": agent_operations_page(),
     }
+
+
+def with_part(page: Path, part: str) -> str:
+    """Return a page written by hand with the generated part between its markers."""
+    before, _, rest = page.read_text(encoding="utf-8").partition(BEGIN)
+    _, found, after = rest.partition(END)
+    if not found:
+        raise LookupError(f"{page} has no {BEGIN} … {END}")
+    return f"{before}{BEGIN}\n\n{part}\n\n{END}{after}"
 
 
 # -- commands -------------------------------------------------------------------------------------------------------
@@ -45,17 +55,13 @@ def programs() -> dict[str, click.Command]:
     return {"tieredckpt": tieredckpt_cli, "elastic": elastic_commands, "hyperpod-operator-sim": operator_sim_cli}
 
 
-def commands_page() -> str:
-    """Return the page of all commands with their options."""
-    start = (
-        f"# Commands and options\n\n{GENERATED}\n\n`COMMAND --help` prints the same for one command. "
-        "[The command line](cli.md) explains the commands of `tieredckpt`. Every command also has `--help`."
-    )
-    blocks = [start]
+def commands_part() -> str:
+    """Return the sections of all commands with their options."""
+    blocks: list[str] = []
     for name, program in programs().items():
-        blocks.append(f"## {name}")
+        blocks.append(f"## Options of {name}")
         blocks += command_blocks(program, name)
-    return "\n\n".join(blocks) + "\n"
+    return "\n\n".join(blocks)
 
 
 def command_blocks(command: click.Command, name: str) -> Iterator[str]:

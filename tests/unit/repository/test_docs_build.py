@@ -161,13 +161,27 @@ def test_reference_texts_name_exactly_the_errors_of_the_code(reference):
         reference.compare("ERRORS", {"A", "B"}, {"A": "", "C": ""})
 
 
-def test_commands_page_lists_every_command_with_its_options(reference):
-    page = reference.commands_page()
+def test_generated_part_replaces_the_text_between_its_markers(reference, tmp_path):
+    page = tmp_path / "cli.md"
+    page.write_text(f"# A\n\n{reference.BEGIN}\nold\n{reference.END}\n\nlast\n")
+    assert reference.with_part(page, "new") == f"# A\n\n{reference.BEGIN}\n\nnew\n\n{reference.END}\n\nlast\n"
+
+
+@pytest.mark.parametrize("markers", [(), ("BEGIN",), ("END",)])
+def test_page_without_both_markers_is_refused(reference, tmp_path, markers):
+    page = tmp_path / "cli.md"
+    page.write_text("\n".join(["# A", *(getattr(reference, marker) for marker in markers)]))
+    with pytest.raises(LookupError, match=r"cli\.md has no "):
+        reference.with_part(page, "new")
+
+
+def test_commands_part_lists_every_command_with_its_options(reference):
+    part = reference.commands_part()
     for name, program in reference.programs().items():
         for command in program.list_commands(None):
-            assert f"\n### {name} {command}" in page
-    assert "| `--nnodes" in page
-    assert "| `--budget` |" in page
+            assert f"\n### {name} {command}" in part
+    assert "| `--nnodes" in part
+    assert "| `--budget` |" in part
 
 
 def test_errors_page_has_each_exit_code_and_its_errors(reference):
