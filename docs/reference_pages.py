@@ -31,7 +31,7 @@ def generated_pages() -> dict[Path, str]:
         REFERENCE / "cli.md": with_part(REFERENCE / "cli.md", commands_part()),
         REFERENCE / "errors.md": errors_page(),
         REFERENCE / "metrics.md": metrics_page(),
-        REFERENCE / "agent-operations.md": agent_operations_page(),
+        REFERENCE / "format.md": with_part(REFERENCE / "format.md", agent_operations_part()),
     }
 
 
@@ -296,23 +296,17 @@ def first_strings(nodes: Iterable[ast.AST | None]) -> list[str]:
 # -- operations of the agent ------------------------------------------------------------------------------------------
 
 
-def agent_operations_page() -> str:
-    """Return the page of the operations that an agent serves on its socket."""
+def agent_operations_part() -> str:
+    """Return the sections of the operations that an agent serves on its socket."""
     from peerstore.client.store_methods import STORE_METHODS
     from tieredckpt.agent.agent_methods import AGENT_METHODS
 
-    start = (
-        f"# Operations of the agent\n\n{GENERATED}\n\nA process calls these operations on the agent's Unix socket. "
-        "Messages are encoded as MessagePack. `NodeAgentClient` is the client in Python, and "
-        "[five walks](code-walks.md) show where it is used."
-    )
-    checkpoints = "## Checkpoints\n\nTypes for the client and the server: `tieredckpt/agent/agent_methods.py`."
+    checkpoints = "### Operations on checkpoints\n\nTypes: `tieredckpt/agent/agent_methods.py`."
     shards = (
-        "## Shards in memory\n\nTypes: `peerstore/client/store_methods.py`. The answers of `pin` and `open_slot` also "
-        "carry an open file."
+        "### Operations on shards in memory\n\nTypes: `peerstore/client/store_methods.py`. The answers of `pin` and "
+        "`open_slot` also carry an open file."
     )
-    parts = (start, checkpoints, _method_table(AGENT_METHODS), shards, _method_table(STORE_METHODS))
-    return "\n\n".join(parts) + "\n"
+    return "\n\n".join((checkpoints, _method_table(AGENT_METHODS), shards, _method_table(STORE_METHODS)))
 
 
 def _method_table(methods: Sequence[Method[Any, Any]]) -> str:
