@@ -40,7 +40,7 @@ A setting is a key of a YAML file, or an environment variable. The order, from t
 1. An argument in the script, such as `Checkpointer(durable=...)`.
 2. The variable of the setting, `$TIEREDCKPT_SECTION_KEY`.
 3. The file that `$TIEREDCKPT_CONFIG` names ([an example](../../examples/cluster.yaml)).
-4. The platform's settings that `$TIEREDCKPT_CLUSTER` names ([HyperPod](hyperpod-cluster.md)).
+4. The platform's settings that `$TIEREDCKPT_CLUSTER` names ([HyperPod](hyperpod.md#readers-of-the-configuration)).
 5. The default.
 
 Unknown keys, values out of range and contradictions are errors, and all of them are reported together. Write a size as

@@ -1,6 +1,6 @@
 """Defects of AWS's library, which it shows against its own test server and this package does not have.
 
-Each test is named after a line of the table in ``docs/reference/hyperpod-compat.md``.
+Each test is named after a line of the table in ``docs/reference/hyperpod.md``.
 """
 
 import contextlib
