@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, get_args
 
 import click
 import msgspec
-from reference_texts import ERRORS, METRICS, METRICS_START
+from reference_texts import ERRORS, METRICS
 from settings_page import as_markdown, settings_page
 
 from peerstore.rpc import Method
@@ -30,7 +30,7 @@ def generated_pages() -> dict[Path, str]:
         REFERENCE / "settings.md": settings_page(),
         REFERENCE / "cli.md": with_part(REFERENCE / "cli.md", commands_part()),
         REFERENCE / "errors.md": errors_page(),
-        REFERENCE / "metrics.md": metrics_page(),
+        REFERENCE / "metrics.md": with_part(REFERENCE / "metrics.md", metrics_part()),
         REFERENCE / "format.md": with_part(REFERENCE / "format.md", agent_operations_part()),
     }
 
@@ -209,19 +209,19 @@ class Metric(NamedTuple):
     labels: tuple[str, ...]
 
 
-def metrics_page() -> str:
-    """Return the page of all metrics of the agent, of its memory service and of `tieredckpt goodput`."""
+def metrics_part() -> str:
+    """Return the sections of all metrics of the agent, of its memory service and of `tieredckpt goodput`."""
     agent, service = (list(metrics_of(ROOT / module)) for module in METRIC_MODULES)
     goodput = list(goodput_metrics(ROOT / GOODPUT_MODULE))
     compare("METRICS", {one.name for one in [*agent, *service, *goodput]}, METRICS)
     titles = ("Node agent", "Memory service", "tieredckpt goodput --prometheus")
-    blocks = [f"# Metrics\n\n{GENERATED}\n\n{METRICS_START.strip()}"]
+    blocks: list[str] = []
     for title, found in zip(titles, (agent, service, goodput), strict=True):
         rows = ["| metric | type | labels | meaning |", "|---|---|---|---|"]
         for name, kind, labels in found:
             rows.append(f"| `{name}` | {kind} | {', '.join(f'`{one}`' for one in labels)} | {METRICS[name]} |")
-        blocks.append(f"## {title}\n\n" + "\n".join(rows))
-    return "\n\n".join(blocks) + "\n"
+        blocks.append(f"### {title}\n\n" + "\n".join(rows))
+    return "\n\n".join(blocks)
 
 
 def metrics_of(path: Path) -> Iterator[Metric]:

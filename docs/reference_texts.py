@@ -118,21 +118,6 @@ ERRORS: dict[str, tuple[str, str]] = {
 }
 """By error: when it is raised, and the remedy."""
 
-METRICS_START = """
-Each node agent serves `/metrics` and `/status` at `agent.http`. By default that is the socket `http.sock` in the
-agent's directory. For Prometheus set `agent.http` to `HOST:PORT`.
-
-```bash
-curl --unix-socket /dev/shm/tieredckpt-$(id -u)/http.sock http://agent/metrics
-```
-
-[Monitoring](../how-to/monitoring.md) has the scrape configuration, alert rules and a Grafana dashboard.
-
-The label `what` of `tieredckpt_trainer_total` names the value: `saves`, `saved_bytes`, `copy_seconds`, `seal_seconds`,
-`blocked_seconds`, `skipped`, `failed`, `loads` and `load_seconds`, among others. `begun_absent`, `begun_torn`,
-`begun_lost` and `begun_damaged` count the runs that started without a checkpoint.
-"""
-
 METRICS: dict[str, str] = {
     "tieredckpt_arena_budget_bytes": "Memory that shards may use",
     "tieredckpt_arena_allocated_bytes": "Memory in slots",

@@ -207,7 +207,7 @@ def test_alert_fires_only_for_its_condition(case, tmp_path):
 
 
 def test_promtool_accepts_the_scrape_configurations_of_the_page(tmp_path):
-    page = (ROOT / "docs/how-to/monitoring.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs/reference/metrics.md").read_text(encoding="utf-8")
     blocks = re.findall(r"^```yaml\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
     found = [one for one in blocks if "scrape_configs" in one]
     assert len(found) == 2
