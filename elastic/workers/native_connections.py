@@ -15,7 +15,7 @@ import socket
 import stat
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 
 from elastic.rendezvous.store_server_client import SocketAddress
@@ -30,19 +30,51 @@ _TRIES = 50
 _WATCHED = re.compile(r"^tfd:\s*(\d+).*\bino:([0-9a-f]+)", re.MULTILINE)
 
 
+class _HeldSockets:
+    """Sockets that stay open for a second, or until :meth:`release`."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._sockets: list[socket.socket] = []
+        self._timer: threading.Timer | None = None
+
+    def hold(self, sockets: Sequence[socket.socket]) -> None:
+        with self._lock:
+            self._sockets += sockets
+            if self._timer is not None:
+                self._timer.cancel()
+            self._timer = threading.Timer(_HELD_S, self.release)
+            self._timer.daemon = True
+            self._timer.start()
+
+    def release(self) -> None:
+        with self._lock:
+            held, self._sockets = self._sockets, []
+            if self._timer is not None:
+                self._timer.cancel()
+        for one in held:
+            one.close()
+
+
+_held = _HeldSockets()
+
+
 def abort_gloo_connections() -> int:
     """End gloo's connections so that waiting collectives raise, and return their number.
 
     Gloo does not wake a send in its queue, so an operation whose write fails waits for the group's timeout. Therefore
-    only the receiving side ends at once, which gloo sees. The sockets stay open for a second: writes succeed here and at
-    the peers, which abort meanwhile.
+    only the receiving side ends at once, which gloo sees. The sockets stay open until
+    :func:`release_aborted_connections`, a second at most. Writes succeed here and at the peers, which abort meanwhile.
     """
-    held = [one for number, inode in _gloo_sockets() if (one := _end_receiving(number, inode)) is not None]
-    if held:
-        release = threading.Timer(_HELD_S, _close_all, [held])
-        release.daemon = True
-        release.start()
-    return len(held)
+    sockets = [one for number, inode in _gloo_sockets() if (one := _end_receiving(number, inode)) is not None]
+    if sockets:
+        _held.hold(sockets)
+    return len(sockets)
+
+
+def release_aborted_connections() -> None:
+    """Close the sockets of aborted connections: all ranks have left that world."""
+    _held.release()
 
 
 def close_gloo_connections() -> int:
@@ -154,11 +186,6 @@ def _end_receiving(number: int, inode: int) -> socket.socket | None:
             one.shutdown(socket.SHUT_RD)
             return one.dup()
     return None
-
-
-def _close_all(held: Iterable[socket.socket]) -> None:
-    for one in held:
-        one.close()
 
 
 def _shut_down_socket(number: int, is_meant: Callable[[socket.socket], bool]) -> bool:

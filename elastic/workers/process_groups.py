@@ -33,7 +33,11 @@ from elastic.rendezvous.call_watchdog import CallWatchdog
 from elastic.rendezvous.old_key_cleanup import OldKeyCleanup, epoch_prefix
 from elastic.rendezvous.rootless_tcpstore import RootlessStore
 from elastic.rendezvous.store_server_client import SocketAddress, resolve_store
-from elastic.workers.native_connections import abort_gloo_connections, close_store_connections
+from elastic.workers.native_connections import (
+    abort_gloo_connections,
+    close_store_connections,
+    release_aborted_connections,
+)
 from peerstore.errors import PeerStoreError
 from tieredckpt.nccl_environment import NcclRuleState, check_nccl_environment
 from tieredckpt.tensors.device import accelerator
@@ -119,6 +123,7 @@ class ProcessGroups:
             world_size=assignment.world_size,
             timeout=self._collective_timeout(),
         )
+        release_aborted_connections()
         self._clean_old_keys()
 
     def _collective_timeout(self) -> timedelta | None:

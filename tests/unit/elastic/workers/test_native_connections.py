@@ -91,11 +91,7 @@ def test_polled_connections_are_cut(pair, stranger, monkeypatch):
 
 def test_aborted_connection_ends_before_its_writes_fail(pair, stranger, monkeypatch):
     here, there = pair
-    monkeypatch.setattr(native_connections, "_HELD_S", 0.0)
-    released = threading.Event()
-    monkeypatch.setattr(
-        native_connections, "_close_all", lambda held: (released.wait(60), [one.close() for one in held])
-    )
+    monkeypatch.setattr(native_connections, "_HELD_S", 60.0)
     with select.epoll() as poll:
         poll.register(here, select.EPOLLIN)
         monkeypatch.setattr(native_connections, "_polls", lambda: [poll.fileno()])
@@ -105,11 +101,23 @@ def test_aborted_connection_ends_before_its_writes_fail(pair, stranger, monkeypa
     assert works(pair)
     here.close()  # as gloo does when it has read the end
     there.sendall(b"x")
-    released.set()
+    native_connections.release_aborted_connections()
     there.settimeout(60)
     with contextlib.suppress(ConnectionResetError):
         assert there.recv(1) == b""
     assert works(stranger)
+
+
+def test_sockets_of_aborted_connections_close_by_themselves(pair, monkeypatch):
+    here, there = pair
+    monkeypatch.setattr(native_connections, "_HELD_S", 0.0)
+    with select.epoll() as poll:
+        poll.register(here, select.EPOLLIN)
+        monkeypatch.setattr(native_connections, "_polls", lambda: [poll.fileno()])
+        assert abort_gloo_connections() == 1
+    here.close()
+    there.settimeout(60)
+    assert there.recv(1) == b""
 
 
 def test_no_collective_of_an_aborted_group_waits_for_its_timeout():
