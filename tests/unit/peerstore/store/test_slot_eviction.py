@@ -342,15 +342,16 @@ class Node:
 @example([(100, 250)], [], 120)
 @example([(100, 0), (900, 0)], [50], 700)
 @example([(129, 0), (129, 0)], [], 129)
+@example([(1, 769), (3745, 4545)], [], 1)
 def test_suggested_budget_is_sufficient(writers, others, budget):
     """The first refused save succeeds with the budget it names, and so do all later saves.
 
-    Writers that differ may each name another budget once.
+    Writers that differ may each name two budgets, for the first and for the grown size, and one of them another.
     """
     sizes, grown = [size for size, _ in writers], [more for _, more in writers]
     beside = [SlotView(f"o{n}", SlotUse.SEALED, size, f"o{n}", 0, group(1)) for n, size in enumerate(others)]
     alike = len({*writers}) == 1
-    for attempt in range(2 * len(writers) + 1):
+    for attempt in range(2 * len(writers) + 2):
         refused = Node(budget, sizes, grown, beside).run(5)
         if refused is None:
             break
