@@ -31,7 +31,7 @@ def main(folder: Path, total: int) -> None:
             report("in", epoch=world.epoch, rank=world.rank, size=world.size, first=first)
             for step in world.steps(first, total, checkpoint=(ckpt, state)):
                 report("step", epoch=world.epoch, rank=world.rank, step=step)
-                while step >= int((folder / "limit").read_text()):
+                while step >= int((folder / "limit").read_text() or 0):  # empty while it is written
                     time.sleep(0.01)
                 one = torch.full((8,), float(step))
                 dist.all_reduce(one)

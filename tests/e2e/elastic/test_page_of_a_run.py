@@ -34,7 +34,7 @@ def test_page_shows_the_world_and_the_recovery_from_a_killed_rank():
         page = run.recover()
         assert "The median recovery took" in page
         assert "hydrate" in page
-        assert run.status()["epoch"] == 1
+        wait_until(lambda: run.status()["epoch"] == 1, "the status is published", 60)
         assert run.finish() == 0, run.job.output()
         with pytest.raises(OSError):
             run.status()
