@@ -377,7 +377,8 @@ def _sufficient_budget(
     for slot in slots:
         if slot.name not in names:
             writer = (slot.job, slot.part)
-            held[writer] += slot.size_bytes
+            # in a larger budget the next slot of the writer has the size of its class
+            held[writer] += size_class(slot.size_bytes) if slot.job == request.job else slot.size_bytes
             largest[writer] = max(slot.size_bytes, largest.get(writer, 0))
     job, size_bytes = request.job, size_class(request.size_bytes)
     mine = max(held.pop((job, request.part), 0) + size_bytes, 2 * size_bytes + beside_bytes)
