@@ -41,17 +41,17 @@ class _HeldSockets:
     def hold(self, sockets: Sequence[socket.socket]) -> None:
         with self._lock:
             self._sockets += sockets
-            if self._timer is not None:
-                self._timer.cancel()
-            self._timer = threading.Timer(_HELD_S, self.release)
-            self._timer.daemon = True
-            self._timer.start()
+            if self._timer is None:
+                self._timer = threading.Timer(_HELD_S, self.release)
+                self._timer.daemon = True
+                self._timer.start()
 
     def release(self) -> None:
         with self._lock:
             held, self._sockets = self._sockets, []
             if self._timer is not None:
                 self._timer.cancel()
+            self._timer = None
         for one in held:
             one.close()
 

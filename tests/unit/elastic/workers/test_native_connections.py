@@ -50,6 +50,15 @@ class _TakenMeanwhile:
 
 
 @pytest.fixture
+def polled(pair, monkeypatch):
+    """A loop of gloo's that waits for one end of the connection."""
+    with select.epoll() as poll:
+        poll.register(pair[0], select.EPOLLIN)
+        monkeypatch.setattr(native_connections, "_polls", lambda: [poll.fileno()])
+        yield poll
+
+
+@pytest.fixture
 def stranger():
     one, other = socket.socketpair()
     with one, other:
@@ -63,7 +72,7 @@ def test_reused_descriptor_of_a_store_connection_is_not_closed(pair, stranger):
 
 
 @pytest.mark.parametrize("end", [abort_gloo_connections, close_gloo_connections])
-def test_reused_descriptor_of_a_gloo_connection_is_not_closed(end, pair, stranger, monkeypatch):
+def test_reused_descriptor_of_a_gloo_connection_is_not_closed(end, polled, pair, stranger, monkeypatch):
     here, _ = pair
     watched = native_connections._watched
 
@@ -72,31 +81,22 @@ def test_reused_descriptor_of_a_gloo_connection_is_not_closed(end, pair, strange
         os.dup2(stranger[0].fileno(), here.fileno())
         return found
 
-    with select.epoll() as poll:
-        poll.register(here, select.EPOLLIN)
-        monkeypatch.setattr(native_connections, "_polls", lambda: [poll.fileno()])
-        monkeypatch.setattr(native_connections, "_watched", and_then_taken)
-        assert end() == 0
+    monkeypatch.setattr(native_connections, "_watched", and_then_taken)
+    assert end() == 0
     assert works(stranger)
 
 
-def test_polled_connections_are_cut(pair, stranger, monkeypatch):
-    with select.epoll() as poll:
-        poll.register(pair[0], select.EPOLLIN)
-        monkeypatch.setattr(native_connections, "_polls", lambda: [poll.fileno()])
-        assert close_gloo_connections() == 1
+def test_polled_connections_are_cut(polled, pair, stranger):
+    assert close_gloo_connections() == 1
     assert not works(pair)
     assert works(stranger)
 
 
-def test_aborted_connection_ends_before_its_writes_fail(pair, stranger, monkeypatch):
+def test_aborted_connection_ends_before_its_writes_fail(polled, pair, stranger, monkeypatch):
     here, there = pair
     monkeypatch.setattr(native_connections, "_HELD_S", 60.0)
-    with select.epoll() as poll:
-        poll.register(here, select.EPOLLIN)
-        monkeypatch.setattr(native_connections, "_polls", lambda: [poll.fileno()])
-        assert abort_gloo_connections() == 1
-        assert poll.poll(60)
+    assert abort_gloo_connections() == 1
+    assert polled.poll(60)
     assert here.recv(1) == b""
     assert works(pair)
     here.close()  # as gloo does when it has read the end
@@ -108,13 +108,10 @@ def test_aborted_connection_ends_before_its_writes_fail(pair, stranger, monkeypa
     assert works(stranger)
 
 
-def test_sockets_of_aborted_connections_close_by_themselves(pair, monkeypatch):
+def test_sockets_of_aborted_connections_close_by_themselves(polled, pair, monkeypatch):
     here, there = pair
     monkeypatch.setattr(native_connections, "_HELD_S", 0.0)
-    with select.epoll() as poll:
-        poll.register(here, select.EPOLLIN)
-        monkeypatch.setattr(native_connections, "_polls", lambda: [poll.fileno()])
-        assert abort_gloo_connections() == 1
+    assert abort_gloo_connections() == 1
     here.close()
     there.settimeout(60)
     assert there.recv(1) == b""
